@@ -1,0 +1,12 @@
+"""Map the two folders whose import name differs from their folder name (see CONTRIBUTING.md)."""
+
+from setuptools import find_packages, setup
+
+ROOTS = {"ddtree_ops": "ddtree_ops", "ddtree_engine": "engine_patch", "ddtree_kernels": "kernels"}
+
+packages = []
+for name, folder in ROOTS.items():
+    packages.append(name)
+    packages += [f"{name}.{package}" for package in find_packages(folder)]
+
+setup(packages=packages, package_dir=ROOTS)
