@@ -1,7 +1,8 @@
 """What can go wrong, as the user sees it: a message, a remedy and an exit code.
 
 Exit codes: 0 done, 1 the job failed, 2 the input is wrong, 3 the environment is.
-Commands raise these; :func:`ddtree_ops.cli.app.main` is the one place that turns them into output and an exit status.
+Commands raise these; :func:`ddtree_ops.cli.app.main` is the one place that turns them into output and
+an exit status.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Output:
             self._json({"event": event, **fields})
 
     def result(self, data: Mapping[str, Any], *, summary: str) -> None:
-        """The answer of the command: an object with ``--json``, one line with ``--quiet`` and else ``summary``."""
+        """The answer of the command: an object with ``--json``, else the line ``summary``."""
         if self.mode is OutputMode.JSON:
             self._json({"event": "result", **data})
         elif self.mode is OutputMode.QUIET:
@@ -110,7 +110,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Advance]:
-        """Show progress of ``total`` units: a bar on a terminal, plain lines elsewhere, events with ``--json``.
+        """Show progress of ``total`` units: a bar on a terminal, else plain lines, events with ``--json``.
 
         Yields ``advance(units, description)``.
         """

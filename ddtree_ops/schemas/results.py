@@ -59,9 +59,7 @@ class CellSpec(Record):
     engine: str = Field(description="'reference' or 'sglang'")
     engine_version: str
     dtype: str
-    argv: list[str] = Field(
-        description="the service's arguments without port, paths made relative to the model"
-    )
+    argv: list[str] = Field(description="the service's arguments, less port and paths")
     image_digest: str | None = None
     host_fingerprint: str
 
@@ -91,9 +89,7 @@ class RequestRow(Record):
     prompt_id: str
     prompt_index: int
     repeat: int
-    round: int = Field(
-        description="requests with equal round were interleaved; pairs are (prompt_id, repeat)"
-    )
+    round: int = Field(description="requests of one round were interleaved; pairs: (prompt_id, repeat)")
     order: int = Field(description="position in the run's order of sending")
     sent_at: float = Field(description="Unix time")
     status: RequestStatus
@@ -114,7 +110,7 @@ class RequestRow(Record):
     stages: StageSeconds | None = None
     tree_nodes: int | None = Field(None, description="nodes verified in all, roots included")
     tree_steps: int | None = Field(
-        None, description="steps that the forked tree path verified: proof that it ran"
+        None, description="steps verified by the forked tree path: proof that it ran"
     )
     steps_below_spine: int | None = None
     steps_scored: int | None = None

@@ -79,7 +79,7 @@ class Sweep(StrictModel):
 
     schema_version: Literal[1] = Field(1, alias="schema")
     name: str = Field("sweep", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
-    engine: Engine = Field(default_factory=LocalEngine)
+    engine: Engine = LocalEngine()
     arms: Annotated[list[ArmChoice], Field(min_length=1)] = Field(
         default_factory=lambda: [ArmChoice(arm=arm) for arm in (Arm.AR, Arm.DFLASH, Arm.SHADOW, Arm.DDTREE)]
     )
