@@ -57,14 +57,16 @@ def build_tree(
 ) -> Tree:
     """Grow a tree of at most `budget` nodes below the root.
 
-    ids        int[F-1, K], candidate tokens per position, best first (column 0 is the spine), distinct within a row
-    logprobs   float[F-1, K], their natural log-probabilities over the whole vocabulary; -inf = no candidate
-               (how a vocabulary smaller than K is padded)
-    budget     nodes without the root; 0 gives the root alone, more than the table can hold gives what it holds
+    ids          int[F-1, K], candidate tokens per position, best first (column 0 is the spine),
+                 distinct within a row
+    logprobs     float[F-1, K], their natural log-probabilities over the whole vocabulary; -inf = no
+                 candidate (how a vocabulary smaller than K is padded)
+    budget       nodes without the root; 0 gives the root alone, more than the table can hold gives
+                 what it holds
     calibration  only with, and needed by, `Builder.CALIBRATED`
 
-    Raises `TreeInputError` for a negative budget, wrong shapes or dtypes, NaN or positive log-probabilities, and a
-    calibration that does not fit. Time is O(F K log K + B log B).
+    Raises `TreeInputError` for a negative budget, wrong shapes or dtypes, NaN or positive
+    log-probabilities, and a calibration that does not fit. Time is O(F K log K + B log B).
     """
     ids, logprobs = _checked_table(ids, logprobs)
     budget = _checked_budget(budget)
@@ -174,7 +176,7 @@ def _checked_table(ids: Any, logprobs: Any) -> tuple[NDArray[np.int64], NDArray[
         raise TreeInputError(f"candidate logprobs: found dtype {logprobs.dtype}, allowed are floats")
     if ids.shape[0] and not ids.shape[1]:
         raise TreeInputError(
-            f"candidate table: found {_shape(ids.shape)}, allowed is at least one candidate (K >= 1)"
+            f"candidate table: found {_shape(ids.shape)}, allowed is one candidate or more (K >= 1)"
         )
     bad = ~(logprobs <= LOGPROB_SLACK)  # NaN as well
     if bad.any():

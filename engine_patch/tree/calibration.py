@@ -1,15 +1,16 @@
 """Calibrated edge scores: the chance that a candidate is right given that its path was.
 
-A drafter's marginal understates the top-1 token of a path that has been right so far and overstates the children of a
-sibling. The calibration is a logistic model in depth, rank and log-probability with one table on the spine (the parent's
-path is all column 0) and one off it, fitted from logged steps:
+A drafter's marginal understates the top-1 token of a path that has been right so far and overstates the
+children of a sibling. The calibration is a logistic model in depth, rank and log-probability with one table
+on the spine (the parent's path is all column 0) and one off it, fitted from logged steps:
 
     p(right | path right) = sigmoid(depth[d-1] + rank[r] + slope * max(logprob, logprob_floor))
 
-**Arithmetic, so that a GPU builder can reproduce the scores bit for bit.** Everything is float32 without fused multiply-add:
-`x = (depth + rank) + (slope * max(logprob, floor))`, and log sigmoid(x) is read from a table of 1024 steps of 1/16 on
-[-32, 32] with linear interpolation (error <= 1.3e-4, no transcendental function at run time): `t = (clamp(x) + 32) * 16`,
-`i = min(int(t), 1023)`, `score = min(value[i] + (t - i) * step[i], 0)`.
+**Arithmetic, so that a GPU builder can reproduce the scores bit for bit.** Everything is float32 without
+fused multiply-add: `x = (depth + rank) + (slope * max(logprob, floor))`, and log sigmoid(x) is read from a
+table of 1024 steps of 1/16 on [-32, 32] with linear interpolation (error <= 1.3e-4, no transcendental
+function at run time): `t = (clamp(x) + 32) * 16`, `i = min(int(t), 1023)`,
+`score = min(value[i] + (t - i) * step[i], 0)`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Floats32 = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class EdgeTable:
-    """One side's logistic model: depth float32[F-1], rank float32[K], slope per unit of natural log-probability."""
+    """One side's logistic model: depth float32[F-1], rank float32[K], slope per unit of log-probability."""
 
     depth: Floats32
     rank: Floats32
@@ -57,9 +58,9 @@ class Calibration:
     fit: dict[str, Any] = field(default_factory=dict)
 
     def edge_scores(self, logprobs: ArrayLike, *, on_spine: bool) -> Floats32:
-        """Log-chances float32[F-1, K'] of candidates with these log-probabilities, K' <= topk; -inf stays -inf.
+        """Log-chances float32[F-1, K'] of candidates with these log-probabilities; -inf stays -inf.
 
-        Raises `TreeInputError` when the table has more positions or candidates than the calibration was fitted for.
+        Raises `TreeInputError` when the table has more positions or candidates than were fitted.
         """
         lp = np.asarray(logprobs, dtype=np.float32)
         if lp.ndim != 2 or lp.shape[0] > self.block - 1 or lp.shape[1] > self.topk:
@@ -70,7 +71,8 @@ class Calibration:
         side = self.on if on_spine else self.off
         bias = side.depth[: lp.shape[0], None] + side.rank[None, : lp.shape[1]]
         x = bias + np.float32(side.slope) * np.maximum(lp, np.float32(self.logprob_floor))
-        return np.where(lp == -np.inf, np.float32(-np.inf), log_sigmoid(x))
+        scores: Floats32 = np.where(lp == -np.inf, np.float32(-np.inf), log_sigmoid(x.astype(np.float32)))
+        return scores
 
 
 def log_sigmoid(x: Floats32) -> Floats32:
@@ -78,7 +80,8 @@ def log_sigmoid(x: Floats32) -> Floats32:
     limit, per_unit = np.float32(TABLE_LIMIT), np.float32(TABLE_PER_UNIT)
     t = (np.clip(x, -limit, limit) + limit) * per_unit
     i = np.minimum(t.astype(np.int32), len(LOG_SIGMOID_STEP) - 1)
-    return np.minimum(LOG_SIGMOID[i] + (t - i.astype(np.float32)) * LOG_SIGMOID_STEP[i], np.float32(0.0))
+    score: Floats32 = LOG_SIGMOID[i] + (t - i.astype(np.float32)) * LOG_SIGMOID_STEP[i]
+    return np.minimum(score, np.float32(0.0))
 
 
 def load_calibration(path: str | Path) -> Calibration:

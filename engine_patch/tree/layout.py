@@ -36,7 +36,7 @@ def links(tree: Tree) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class SglangEncoding:
-    """A tree of Q rows as SGLang's `build_tree_kernel_efficient` reads it with `topk` = Q and `depth` (steps) = 2.
+    """A tree of Q rows as SGLang's `build_tree_kernel_efficient` reads it.
 
     tokens          int64[Q], root first
     selected_index  int64[Q-1], `parent * Q + node` for node 1..Q-1
@@ -54,10 +54,10 @@ class SglangEncoding:
 def sglang_encoding(tree: Tree, width: int) -> SglangEncoding:
     """Encode for SGLang's tree builder at verify width `width` >= Q.
 
-    Any parents-before-children tree passes: the builder divides `selected_index` by `topk` to find a parent's place in
-    `parent_list`, whose entry it then looks up in `selected_index`; with `topk` = width both steps are the identity.
-    Missing rows become further children of the root with the root's token. Such a row is a valid draft, so a match with it
-    is right as well; it only costs its share of the pass.
+    Any parents-before-children tree passes: that builder divides `selected_index` by `topk` to find a
+    parent's place in `parent_list`, whose entry it then looks up in `selected_index`; with `topk` = width
+    both steps are the identity. Missing rows become further children of the root with the root's token.
+    Such a row is a valid draft, so a match with it is right as well; it only costs its share of the pass.
     """
     if width < max(tree.width, 1):
         raise TreeInputError(f"width: found {width}, allowed is {tree.width} (the tree's) or more")
@@ -70,9 +70,10 @@ def sglang_encoding(tree: Tree, width: int) -> SglangEncoding:
 
 
 def dfs_order(tree: Tree) -> Ints:
-    """int64[Q] permutation: entry n is the old index of the n-th node in depth-first order, siblings by old index.
+    """int64[Q] permutation: entry n is the old index of the n-th node in depth-first order.
 
-    A chain of first children is then contiguous, so a scan along rows reloads state at branches only.
+    Siblings keep their order. A chain of first children is then contiguous, so a scan along rows reloads
+    state at branches only.
     """
     first_child, next_sibling = (link.tolist() for link in links(tree))
     order: list[int] = []
