@@ -1,0 +1,59 @@
+# Needs make and Python 3.11 or newer; everything else is set up in .venv.
+#   make quickstart   the main job on the embedded CPU engine: services, sweep, report
+#   make test         lint, types and tests, with coverage
+# Settings (make NAME=VALUE ...):
+#   PYTHON            the Python that makes .venv          (default: python3)
+#   TORCH_INDEX_URL   where to take torch from             (default: see tools/setup_env.py)
+#   PYTEST_ARGS       more arguments for pytest
+
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
+TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
+
+.PHONY: help setup quickstart test lint typecheck unit format kernels-aot clean
+
+help:
+	@sed -n '1,8p' Makefile | sed 's/^# \{0,1\}//'
+
+setup: $(READY)
+
+$(READY): pyproject.toml setup.py tools/setup_env.py
+	$(PYTHON) tools/setup_env.py --venv $(VENV) --torch-index-url "$(TORCH_INDEX_URL)"
+	@touch $@
+
+quickstart: $(READY)
+	$(BIN)/ddtree quickstart
+
+test: lint typecheck unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(READY) $(TYPING)
+	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+
+# Subprocess servers write their own coverage files: `coverage combine` joins them.
+unit: $(READY)
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy sees the packages under their import names through links.
+.typing/ddtree_ops: ; @mkdir -p .typing && ln -sfn ../ddtree_ops $@
+.typing/ddtree_engine: ; @mkdir -p .typing && ln -sfn ../engine_patch $@
+.typing/ddtree_kernels: ; @mkdir -p .typing && ln -sfn ../kernels $@
+
+clean:
+	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info .coverage .coverage.*
