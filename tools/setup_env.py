@@ -2,12 +2,12 @@
 
     python3 tools/setup_env.py --venv .venv [--torch-index-url URL] [--extras local,dev]
 
-Standard library only; Python 3.11 or newer. On Linux a plain `pip install torch` takes a CUDA build of several gigabytes.
-To end up with a CPU build instead:
+Standard library only; Python 3.11 or newer. On Linux a plain `pip install torch` takes a CUDA build of
+several gigabytes. To end up with a CPU build instead:
 
 1. with `--torch-index-url URL`, torch comes from that index and nowhere else;
-2. otherwise pip is asked what it would install (metadata only, nothing is downloaded): a build that needs no CUDA
-   packages is taken as it is (macOS, or a pip configured with a CPU build);
+2. otherwise pip is asked what it would install (metadata only, nothing is downloaded): a build that needs
+   no CUDA packages is taken as it is (macOS, or a pip configured with a CPU build);
 3. otherwise `uv pip install --torch-backend cpu` takes it from PyTorch's own CPU index, which uv knows.
 """
 
@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +26,7 @@ CUDA_NAMES = ("nvidia-", "cuda-", "triton")
 
 def main() -> int:
     arguments = parse_arguments()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this script is what tells the user
         print(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
         print("  try: make PYTHON=python3.12 ...", file=sys.stderr)
         return 3
@@ -60,6 +59,8 @@ def set_up(venv: Path, extras: str, torch_index_url: str) -> None:
 
 def torch_requirement() -> str:
     """The exact pin of the extra `local`, so that it is written down once."""
+    import tomllib  # new in 3.11: at the top it would fail before the version check speaks
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return next(item for item in project["optional-dependencies"]["local"] if item.startswith("torch=="))
 
