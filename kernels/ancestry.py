@@ -1,0 +1,56 @@
+"""Who is whose ancestor, in torch: the two index structures that every operation on a tree needs.
+
+`parents` is int[N, Q] throughout: row i of a request names the row of its parent, and parents come before
+their children. Row 0 is the root whatever its entry says (SGLang leaves it unset); any other negative entry
+marks a row that continues the request's prefix directly, like another root (padding).
+
+`arange(Q) - 1` is a chain: with it every operation here is the plain sequential one, and an engine that
+passes it for a tree shares states between siblings, which is what the labelled `unsafe` ablation does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chain_parents(batch: int, width: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64[batch, width]: every row continues the one before it."""
+    return (torch.arange(width, device=device) - 1).expand(batch, width).contiguous()
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """bool[N, Q, Q]: row i is True at i and at every ancestor of i. Pointer doubling, log2(Q) products."""
+    batch, width = parents.shape
+    rows = torch.arange(width, device=parents.device)
+    link = ((parents[..., None] == rows) & (rows[:, None] > 0)) | (rows[:, None] == rows)
+    reach = link.to(torch.float32)
+    span = 1
+    while span < width:
+        reach = ((reach @ reach) > 0).to(torch.float32)
+        span *= 2
+    return reach.bool().expand(batch, width, width)
+
+
+def depths(parents: Tensor) -> Tensor:
+    """int64[N, Q]: edges from the row's root."""
+    return ancestor_mask(parents).sum(-1) - 1
+
+
+def window_index(parents: Tensor, window: int) -> Tensor:
+    """int64[N, Q, window]: the last `window` inputs on every row's path, oldest first, itself last.
+
+    Entries index the request's `window - 1` carried inputs (oldest first) followed by its Q rows.
+    """
+    carried = window - 1
+    batch, width = parents.shape
+    before = torch.arange(carried, device=parents.device) - 1
+    root = (parents < 0) | (torch.arange(width, device=parents.device) == 0)
+    own = torch.where(root, carried - 1, parents.long() + carried)
+    previous = torch.cat([before.expand(batch, carried), own], dim=1)
+    step = torch.arange(carried, carried + width, device=parents.device).expand(batch, width)
+    steps = [step]
+    for _ in range(carried):
+        step = previous.gather(1, step)
+        steps.append(step)
+    return torch.stack(steps[::-1], dim=-1)
