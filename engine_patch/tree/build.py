@@ -158,7 +158,7 @@ def _offers(edges: NDArray[np.float32], logprobs: NDArray[np.float32]) -> Offers
 
 
 def _checked_budget(budget: int) -> int:
-    if isinstance(budget, bool) or int(budget) != budget or budget < 0:
+    if not isinstance(budget, (int, np.integer)) or isinstance(budget, bool) or budget < 0:
         raise TreeInputError(f"budget: found {budget!r}, allowed is a whole number of nodes, 0 or more")
     return int(budget)
 
