@@ -1,0 +1,1 @@
+"""Load client, sweep plan, interleaving, correctness gates and the result store."""

@@ -42,6 +42,11 @@ class LocalEngine(StrictModel):
     calibration: Path | None = Field(None, description="needed by the calibrated builder")
     threads: int = Field(1, ge=1, le=256, description="torch threads for each service")
     allow_hybrid_unsafe: bool = Field(False, description="needed by the arm 'unsafe', whose output is wrong")
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="the engine's program; default: this Python with -m ddtree_engine.reference",
+    )
 
 
 class ExternalService(StrictModel):
@@ -63,10 +68,14 @@ Engine = Annotated[LocalEngine | ExternalEngine, Field(discriminator="kind")]
 
 
 class ArmChoice(StrictModel):
-    """An arm with budgets of its own; without them the sweep's apply."""
+    """An arm with budgets or a builder of its own; without them the sweep's apply.
+
+    Two choices of one arm must differ in their builder: that compares builders in one interleaved sweep.
+    """
 
     arm: Arm
-    budgets: list[int] | None = None
+    budgets: Annotated[list[int], Field(min_length=1)] | None = None
+    builder: Builder | None = None
 
     @field_validator("budgets")
     @classmethod
@@ -111,15 +120,25 @@ class Sweep(StrictModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [choice.arm for choice in self.arms]
-        if len(set(names)) != len(names):
-            raise ValueError("arms: an arm is named twice")
+        default = self.engine.builder if isinstance(self.engine, LocalEngine) else None
+        if len({(choice.arm, choice.builder or default) for choice in self.arms}) != len(names):
+            raise ValueError("arms: an arm is named twice (with the same builder)")
+        for key in ("concurrencies", "temperatures"):
+            if len(set(getattr(self, key))) != len(getattr(self, key)):
+                raise ValueError(f"{key}: a value is named twice")
+        for choice in self.arms:
+            if choice.budgets is not None and not choice.arm.takes_budget:
+                raise ValueError(f"arms: {choice.arm.value!r} drafts no tree and takes no budgets")
+            if choice.builder is not None and not choice.arm.takes_budget:
+                raise ValueError(f"arms: {choice.arm.value!r} drafts no tree and takes no builder")
         if isinstance(self.engine, LocalEngine):
             if Arm.UNSAFE in names and not self.engine.allow_hybrid_unsafe:
                 raise ValueError(
                     "arms: 'unsafe' gives wrong output and needs engine.allow_hybrid_unsafe: true "
                     "(--allow-hybrid-unsafe)"
                 )
-            if self.engine.builder is Builder.CALIBRATED and self.engine.calibration is None:
+            builders = {choice.builder or default for choice in self.arms if choice.arm.takes_budget}
+            if Builder.CALIBRATED in builders and self.engine.calibration is None:
                 raise ValueError("engine.calibration: the calibrated builder needs a calibration file")
         return self
 

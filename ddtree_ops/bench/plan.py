@@ -1,0 +1,174 @@
+"""The plan of a sweep: its cells with their keys, the services that they need, what runs interleaved, and how
+long.
+
+Pure: files were read and servers asked before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_ops.bench.dataset import Dataset
+from ddtree_ops.errors import BadInput
+from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.schemas.results import CellSpec
+from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
+from ddtree_ops.services.argv import choice_builder
+from ddtree_ops.services.base import ServiceSpec
+
+WARMUP_TOKENS = 16
+SERVICE_START_S = 6.0
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell and the service that serves it."""
+
+    spec: CellSpec
+    key: str
+    service: ServiceSpec
+
+    @property
+    def name(self) -> str:
+        """Short and unique within a block: arm, builder where the arm has more than one, budget."""
+        return cell_name(self.spec)
+
+    @property
+    def requests(self) -> int:
+        return self.spec.prompts * self.spec.repeats
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells of one load point, which are interleaved and compared with each other."""
+
+    concurrency: int
+    temperature: float
+    cells: tuple[PlannedCell, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    sweep: Sweep
+    dataset: Dataset
+    services: tuple[ServiceSpec, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def cells(self) -> tuple[PlannedCell, ...]:
+        return tuple(cell for block in self.blocks for cell in block.cells)
+
+
+def cell_name(spec: CellSpec) -> str:
+    """`ar`, `ddtree 31`, `ddtree 31 spine-first`: a builder other than best-first is named."""
+    parts = [spec.arm.value]
+    if spec.budget is not None:
+        parts.append(str(spec.budget))
+    if spec.builder not in {None, Builder.BEST_FIRST}:
+        parts.append(str(spec.builder))
+    return " ".join(parts)
+
+
+def make_plan(
+    sweep: Sweep, dataset: Dataset, services: Sequence[ServiceSpec], *, host_fingerprint: str
+) -> Plan:
+    """Lay out the grid arms x budgets x concurrencies x temperatures.
+
+    services  one for each arm and builder, or for each arm and budget where budgets are fixed at start
+    Raises BadInput when an arm or a budget has no service.
+    """
+    blocks = []
+    for concurrency in sweep.concurrencies:
+        for temperature in sweep.temperatures:
+            cells = tuple(
+                _cell(sweep, dataset, service, budget, concurrency, temperature, host_fingerprint)
+                for choice in sweep.arms
+                for budget in (choice.budgets or sweep.budgets if choice.arm.takes_budget else [None])
+                for service in [_service_for(services, choice.arm, _builder(sweep, choice), budget)]
+            )
+            blocks.append(Block(concurrency, temperature, cells))
+    used = {cell.service.name for block in blocks for cell in block.cells}
+    return Plan(sweep, dataset, tuple(s for s in services if s.name in used), tuple(blocks))
+
+
+def eta_seconds(
+    plan: Plan,
+    sealed: Mapping[str, Any],
+    seconds_per_token: Mapping[Arm, float],
+    start_s: float = SERVICE_START_S,
+) -> float | None:
+    """Expected duration of what is not sealed yet; null when the speed of an arm is unknown.
+
+    seconds_per_token  one stream's time for a completion token, by arm
+    """
+    total, starts = 0.0, set()
+    for cell in plan.cells:
+        if cell.key in sealed:
+            continue
+        if cell.spec.arm not in seconds_per_token:
+            return None
+        tokens = cell.requests * cell.spec.max_tokens + cell.spec.warmup * WARMUP_TOKENS
+        # A CPU or one GPU stream gains little from concurrency; better late than surprised.
+        total += tokens * seconds_per_token[cell.spec.arm] / math.sqrt(cell.spec.concurrency)
+        starts.add(cell.service.name)
+    return total + (start_s if starts else 0.0)
+
+
+def _builder(sweep: Sweep, choice: ArmChoice) -> Builder | None:
+    """The builder that is asked for; null where none is or the running services decide."""
+    if isinstance(sweep.engine, LocalEngine):
+        return choice_builder(sweep.engine, choice)
+    return choice.builder
+
+
+def _service_for(
+    services: Sequence[ServiceSpec], arm: Arm, builder: Builder | None, budget: int | None
+) -> ServiceSpec:
+    for service in services:
+        right_builder = builder is None or service.identity.builder is builder
+        if service.arm is arm and right_builder and service.budget in {None, budget}:
+            return service
+    what = arm.value + (f" with budget {budget}" if budget is not None else "")
+    raise BadInput(
+        f"engine.services: no service for {what}",
+        remedy="add it, or leave the arm or budget out of the sweep",
+    )
+
+
+def _cell(
+    sweep: Sweep,
+    dataset: Dataset,
+    service: ServiceSpec,
+    budget: int | None,
+    concurrency: int,
+    temperature: float,
+    host_fingerprint: str,
+) -> PlannedCell:
+    identity = service.identity
+    spec = CellSpec(
+        arm=service.arm,
+        budget=budget,
+        builder=identity.builder,
+        topk=identity.topk,
+        concurrency=concurrency,
+        temperature=temperature,
+        max_tokens=sweep.max_tokens,
+        ignore_eos=sweep.ignore_eos,
+        prompts=len(dataset.prompts),
+        repeats=sweep.repeats,
+        warmup=sweep.warmup,
+        seed=sweep.seed,
+        dataset_sha256=dataset.sha256,
+        model_sha256=identity.model_sha256,
+        drafter_sha256=identity.drafter_sha256,
+        engine=identity.engine,
+        engine_version=identity.engine_version,
+        dtype=identity.dtype,
+        argv=list(identity.argv),
+        image_digest=identity.image_digest,
+        host_fingerprint=host_fingerprint,
+    )
+    return PlannedCell(spec, spec.key(), service)

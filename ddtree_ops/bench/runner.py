@@ -1,0 +1,566 @@
+"""Runs a plan: services up, ready, probed, warmed, loaded in turns; cells judged and sealed; services down.
+
+One sweep is one pass through :meth:`SweepRunner.run`. Whatever ends it, services are stopped and what was
+finished is kept: sealed cells, and the rounds of cells that are not sealed yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from ddtree_ops.bench.client import generate, new_session
+from ddtree_ops.bench.dataset import Prompt
+from ddtree_ops.bench.gates import Evidence, failed, judge
+from ddtree_ops.bench.interleave import prompt_rounds, rotated
+from ddtree_ops.bench.parity import TargetProbe, compare, first_difference
+from ddtree_ops.bench.plan import WARMUP_TOKENS, Block, Plan, PlannedCell, cell_name
+from ddtree_ops.bench.rows import build_request, make_row
+from ddtree_ops.bench.store import Store
+from ddtree_ops.errors import Interrupted, JobFailed
+from ddtree_ops.output import Advance, Output
+from ddtree_ops.redact import redact_text
+from ddtree_ops.schemas.arms import Arm
+from ddtree_ops.schemas.results import (
+    CellRecord,
+    CellState,
+    Environment,
+    Parity,
+    ParityClass,
+    RequestRow,
+    RequestStatus,
+    RunRecord,
+)
+from ddtree_ops.services.base import Launcher, Service
+from ddtree_ops.services.readiness import (
+    ServiceDied,
+    argument_mismatch,
+    require_alive,
+    simulated_acceptance,
+    wait_ready,
+)
+
+#: A cell whose requests fail so often in a row is given up, lest a sweep spend its night in timeouts.
+GIVE_UP_AFTER = 3
+FLUSH_TIMEOUT_S = 15.0
+PROBE_TIMEOUT_S = 120.0
+LOG_TAIL_LINES = 200
+REFERENCES = (Arm.AR, Arm.DFLASH)
+
+
+@dataclass(frozen=True)
+class SweepOutcome:
+    """What a sweep left behind."""
+
+    run: RunRecord
+    cells: list[CellRecord]
+    reused: list[str]
+    not_run: list[str]
+
+    @property
+    def bad(self) -> list[CellRecord]:
+        """Cells that failed or are invalid."""
+        return [cell for cell in self.cells if cell.state is not CellState.COMPLETE]
+
+
+@dataclass
+class _Progress:
+    """A cell on its way to being sealed."""
+
+    cell: PlannedCell
+    service: Service
+    rows: list[RequestRow]
+    started: str
+    warm_output: list[int] = field(default_factory=list)
+    failures_in_a_row: int = 0
+    given_up: str | None = None
+    invalid: str | None = None
+    log: str = ""
+
+    @property
+    def open(self) -> bool:
+        return self.given_up is None and self.invalid is None
+
+    def done(self, repeat: int, index: int) -> bool:
+        return any(row.repeat == repeat and row.prompt_index == index for row in self.rows)
+
+
+def run_sweep(
+    plan: Plan,
+    store: Store,
+    launcher_for: Callable[[str], Launcher],
+    environment: Environment,
+    out: Output,
+    *,
+    retry_failed: bool = False,
+) -> SweepOutcome:
+    """Measure what is not sealed yet and seal it.
+
+    launcher_for   run id -> launcher, so that logs lie with their run
+    retry_failed   measure cells again that are sealed as failed or invalid; their old records are set aside
+    Raises JobFailed when a service does not start, BadEnvironment when the store cannot be written or is in
+    use, Interrupted on Ctrl-C and SIGTERM. Cells that fail are sealed as such and do not stop the others.
+    """
+    with store.lock():
+        sealed = _sealed(plan, store)
+        if retry_failed:
+            for key, record in list(sealed.items()):
+                if record.state is not CellState.COMPLETE:
+                    store.set_aside(key)
+                    del sealed[key]
+        runner = SweepRunner(plan, store, launcher_for, environment, out, sealed)
+        try:
+            with _terminate_like_interrupt():
+                return asyncio.run(runner.run())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            kept = sum(store.cell(cell.key) is not None for cell in plan.cells)
+            raise Interrupted(
+                f"stopped; {kept} of {len(plan.cells)} cells are sealed and finished rounds are kept",
+                remedy="run the same command again to go on",
+            ) from None
+
+
+class SweepRunner:
+    """One run of a plan over a locked store."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        launcher_for: Callable[[str], Launcher],
+        environment: Environment,
+        out: Output,
+        sealed: dict[str, CellRecord],
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._environment = environment
+        self._out = out
+        self._sealed = sealed
+        self._reused = list(sealed)
+        self._now = now
+        self._clock = clock
+        self._run_id = store.new_run_id(now().strftime("%Y%m%dT%H%M%SZ"), plan.sweep.name)
+        self._launcher = launcher_for(self._run_id)
+        self._services: dict[str, Service] = {}
+        self._server_info: dict[str, dict[str, Any]] = {}
+        self._dead: set[str] = set()
+        self._order = 0
+        self._prompts = {prompt.id: prompt for prompt in plan.dataset.prompts}
+
+    async def run(self) -> SweepOutcome:
+        begun = self._clock()
+        run = self._run_record()
+        self._store.write_run(run)
+        self._out.event("run", run_id=self._run_id, cells=len(self._plan.cells), reused=len(self._reused))
+        if self._reused:
+            self._out.note(
+                f"{len(self._reused)} of {len(self._plan.cells)} cells are sealed already and are skipped"
+            )
+        try:
+            if self._pending(self._plan.cells):
+                await self._start_services()
+                await self._run_blocks()
+        finally:
+            self._stop_services()
+        run = run.model_copy(update={"ended": self._stamp(), "seconds": round(self._clock() - begun, 3)})
+        self._store.write_run(run)
+        cells = [self._sealed[cell.key] for cell in self._plan.cells if cell.key in self._sealed]
+        not_run = [cell.name for cell in self._plan.cells if cell.key not in self._sealed]
+        return SweepOutcome(run, cells, self._reused, not_run)
+
+    def _run_record(self) -> RunRecord:
+        dataset = self._plan.dataset
+        return RunRecord(
+            run_id=self._run_id,
+            name=self._plan.sweep.name,
+            started=self._stamp(),
+            sweep=self._plan.sweep.model_dump(mode="json", by_alias=True),
+            environment=self._environment,
+            cells=[cell.key for cell in self._plan.cells],
+            reused=self._reused,
+            dataset={"name": dataset.name, "sha256": dataset.sha256, "prompts": len(dataset.prompts)},
+        )
+
+    # Services
+
+    async def _start_services(self) -> None:
+        """Start what the pending cells need, and the references that judge them. All or nothing."""
+        pending = self._pending(self._plan.cells)
+        needed = {cell.service.name for cell in pending}
+        needed |= {service.name for service in self._plan.services if service.arm is Arm.AR}
+        golden = self._plan.dataset.prompts[0].request()
+        for spec in self._plan.services:
+            if spec.name in needed:
+                service = self._launcher.create(spec)
+                self._services[spec.name] = service
+                service.start()
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                name: group.create_task(
+                    wait_ready(
+                        service, golden, timeout_s=self._plan.sweep.start_timeout_s, note=self._out.note
+                    )
+                )
+                for name, service in self._services.items()
+            }
+        self._server_info = {name: task.result() for name, task in tasks.items()}
+
+    def _stop_services(self) -> None:
+        """Stop all at once, so that grace periods do not add up."""
+        if not self._services:
+            return
+        with ThreadPoolExecutor(len(self._services)) as pool:
+            list(pool.map(lambda service: service.stop(), self._services.values()))
+
+    # Load
+
+    async def _run_blocks(self) -> None:
+        total = sum(cell.requests for cell in self._pending(self._plan.cells))
+        most = max(block.concurrency for block in self._plan.blocks)
+        async with new_session(most) as session:
+            with self._out.progress("requests", total) as advance:
+                for block in self._plan.blocks:
+                    await self._run_block(block, session, advance)
+
+    async def _run_block(self, block: Block, session: aiohttp.ClientSession, advance: Advance) -> None:
+        pending = [cell for cell in self._pending(block.cells) if cell.service.name not in self._dead]
+        if not pending:
+            return
+        cells = [self._begin(cell) for cell in pending]
+        if kept := sum(len(progress.rows) for progress in cells):
+            advance(kept, "kept from the interrupted run")
+        await self._warm_up(cells, session)
+        await self._probe_parity(cells, session)
+        if block.concurrency == 1:
+            await self._one_by_one(cells, session, advance)
+        else:
+            await self._closed_loop(cells, block.concurrency, session, advance)
+        await self._judge_and_seal(block, cells, session)
+
+    def _begin(self, cell: PlannedCell) -> _Progress:
+        rows = self._store.partial(cell.key)
+        self._order = max([self._order, *(row.order + 1 for row in rows)])
+        return _Progress(
+            cell, self._services[cell.service.name], rows, (rows and _iso(rows[0].sent_at)) or self._stamp()
+        )
+
+    async def _warm_up(self, cells: Sequence[_Progress], session: aiohttp.ClientSession) -> None:
+        """Requests that are dropped: they pay for first shapes, and their outputs are the parity probe."""
+        prompts = self._plan.dataset.prompts
+        for progress in cells:
+            for number in range(progress.cell.spec.warmup):
+                if not progress.open:
+                    break
+                prompt = prompts[number % len(prompts)]
+                row = await self._send(progress, session, prompt, number, 0, 0, max_tokens=WARMUP_TOKENS)
+                if row.status is RequestStatus.FAILED:
+                    self._note_failure(progress, f"warm-up: {row.error}", at_once=True)
+                if number == 0:
+                    progress.warm_output = row.output_ids
+
+    async def _probe_parity(self, cells: Sequence[_Progress], session: aiohttp.ClientSession) -> None:
+        """Give up before any timing on an arm whose very first tokens are not the target's."""
+        reference = next((one for one in cells if one.cell.spec.arm is Arm.AR and one.open), None)
+        if reference is None or not reference.warm_output or reference.cell.spec.temperature > 0:
+            return
+        prompt = self._plan.dataset.prompts[0]
+        for progress in cells:
+            if not progress.warm_output or not progress.cell.spec.arm.lossless:
+                continue
+            difference = first_difference(prompt.id, progress.warm_output, reference.warm_output)
+            if difference is None:
+                continue
+            probe = self._target_probe(session, progress.cell)
+            gap = await probe.gap(difference) if probe else None
+            if gap is not None and gap.parity is ParityClass.DIFFERENT:
+                progress.invalid = (
+                    f"parity probe: {prompt.id}: output token {difference.index} is {difference.token}, "
+                    f"ar gives {difference.reference_token}; "
+                    f"gap {gap.gap:.2g}, near-ties end at {gap.threshold:.2g}"
+                )
+                self._out.warning(f"{progress.cell.name}: {progress.invalid}")
+
+    async def _one_by_one(
+        self, cells: Sequence[_Progress], session: aiohttp.ClientSession, advance: Advance
+    ) -> None:
+        prompts = self._plan.dataset.prompts
+        for round_, repeat, index in prompt_rounds(len(prompts), self._plan.sweep.repeats):
+            rows: list[tuple[_Progress, RequestRow]] = []
+            for progress in rotated(cells, round_):
+                if not progress.open or progress.done(repeat, index):
+                    continue
+                await self._flush(progress, session)
+                row = await self._send(progress, session, prompts[index], index, repeat, round_)
+                rows.append((progress, row))
+                advance(1, progress.cell.name)
+            for progress, row in rows:
+                self._keep(progress, [row])
+
+    async def _closed_loop(
+        self, cells: Sequence[_Progress], concurrency: int, session: aiohttp.ClientSession, advance: Advance
+    ) -> None:
+        prompts = self._plan.dataset.prompts
+        for repeat in range(self._plan.sweep.repeats):
+            for progress in rotated(cells, repeat):
+                todo = [index for index in range(len(prompts)) if not progress.done(repeat, index)]
+                if not progress.open or not todo:
+                    continue
+                await self._flush(progress, session)
+                rows: list[RequestRow] = []
+
+                async def worker(
+                    queue: Iterator[int], progress: _Progress, rows: list[RequestRow], repeat: int
+                ) -> None:
+                    for index in queue:
+                        if not progress.open:
+                            return
+                        rows.append(
+                            await self._send(progress, session, prompts[index], index, repeat, repeat)
+                        )
+                        advance(1, progress.cell.name)
+
+                queue = iter(todo)
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(concurrency, len(todo))):
+                        group.create_task(worker(queue, progress, rows, repeat))
+                self._keep(progress, sorted(rows, key=lambda row: row.order))
+
+    async def _send(
+        self,
+        progress: _Progress,
+        session: aiohttp.ClientSession,
+        prompt: Prompt,
+        index: int,
+        repeat: int,
+        round_: int,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestRow:
+        cell, order = progress.cell, self._order
+        self._order += 1
+        request = build_request(
+            prompt,
+            cell.spec,
+            seed=request_seed(cell.spec.seed, index, repeat),
+            max_tokens=min(max_tokens or cell.spec.max_tokens, cell.spec.max_tokens),
+            per_request_budget=cell.service.budget is None,
+        )
+        answer = await generate(
+            session, progress.service.url, request, timeout_s=self._plan.sweep.request_timeout_s
+        )
+        row = make_row(
+            answer, cell.spec, prompt=prompt, prompt_index=index, repeat=repeat, round_=round_, order=order
+        )
+        if max_tokens is None:
+            if row.status is RequestStatus.FAILED:
+                self._note_failure(progress, row.error or "failed")
+            else:
+                progress.failures_in_a_row = 0
+        return row
+
+    def _note_failure(self, progress: _Progress, error: str, *, at_once: bool = False) -> None:
+        """After a failed request: is the service dead, or failing so often that going on is pointless?"""
+        progress.failures_in_a_row += 1
+        try:
+            require_alive(progress.service)
+        except ServiceDied as death:
+            progress.given_up = redact_text(death.message)
+            self._dead.add(progress.cell.service.name)
+        else:
+            if at_once:
+                progress.given_up = error
+            elif progress.failures_in_a_row >= GIVE_UP_AFTER:
+                progress.given_up = (
+                    f"given up after {GIVE_UP_AFTER} failed requests in a row, the last: {error}"
+                )
+        progress.log = redact_text(progress.service.log_tail(LOG_TAIL_LINES))
+        if progress.given_up:
+            self._out.warning(f"{progress.cell.name}: {progress.given_up}")
+
+    async def _flush(self, progress: _Progress, session: aiohttp.ClientSession) -> None:
+        """Empty the prefix cache. Whether that worked shows in the requests' cached tokens, which a gate
+        reads.
+        """
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
+            async with session.post(
+                f"{progress.service.url}/flush_cache?timeout=10", timeout=timeout
+            ) as answer:
+                await answer.read()
+
+    def _keep(self, progress: _Progress, rows: list[RequestRow]) -> None:
+        progress.rows.extend(rows)
+        self._store.append_partial(progress.cell.key, rows)
+
+    # Judgement
+
+    async def _judge_and_seal(
+        self, block: Block, cells: Sequence[_Progress], session: aiohttp.ClientSession
+    ) -> None:
+        references = self._reference_rows(block, cells)
+        complaints = {
+            name: await self._complaint(self._services[name], session)
+            for name in {progress.cell.service.name for progress in cells}
+        }
+        for progress in cells:
+            parity = await self._parity(progress, references, session)
+            evidence = Evidence(
+                progress.cell.spec, progress.rows, parity, references, complaints[progress.cell.service.name]
+            )
+            self._seal(progress, evidence)
+
+    def _reference_rows(self, block: Block, cells: Sequence[_Progress]) -> dict[Arm, list[RequestRow]]:
+        """Rows of the block's `ar` and `dflash` cells, measured now or sealed before, unless they failed."""
+        fresh = {progress.cell.key: progress for progress in cells}
+        found: dict[Arm, list[RequestRow]] = {}
+        for cell in block.cells:
+            if cell.spec.arm not in REFERENCES:
+                continue
+            if cell.key in fresh:
+                if fresh[cell.key].open:
+                    found[cell.spec.arm] = fresh[cell.key].rows
+            elif cell.key in self._sealed and self._sealed[cell.key].state is CellState.COMPLETE:
+                found[cell.spec.arm] = self._store.rows(cell.key)
+        return found
+
+    async def _parity(
+        self, progress: _Progress, references: dict[Arm, list[RequestRow]], session: aiohttp.ClientSession
+    ) -> list[Parity]:
+        spec = progress.cell.spec
+        if spec.temperature > 0 or not progress.open or spec.arm is Arm.AR:
+            return []
+        probe = self._target_probe(session, progress.cell)
+        return [
+            await compare(progress.rows, rows, arm, probe)
+            for arm, rows in references.items()
+            if arm is not spec.arm
+        ]
+
+    def _target_probe(self, session: aiohttp.ClientSession, cell: PlannedCell) -> TargetProbe | None:
+        """Whom to ask for the target's logits: `ar`, or any lossless arm where there is none (a prefill is a
+        prefill).
+        """
+        order = (Arm.AR, Arm.DFLASH, Arm.SHADOW, Arm.DDTREE)
+        living = [
+            service
+            for name, service in self._services.items()
+            if name not in self._dead and service.spec.arm in order and service.alive()
+        ]
+        if not living:
+            return None
+        service = min(living, key=lambda one: order.index(one.spec.arm))
+        return TargetProbe(
+            session, service.url, self._prompts, dtype=cell.spec.dtype, timeout_s=PROBE_TIMEOUT_S
+        )
+
+    async def _complaint(self, service: Service, session: aiohttp.ClientSession) -> str | None:
+        """What is wrong with a service's arguments after the load; a dead one has its own reason."""
+        if not service.alive():
+            return None
+        try:
+            timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
+            async with session.get(f"{service.url}/server_info", timeout=timeout) as answer:
+                info = await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            return f"/server_info could not be read after the load: {error!r}"
+        if not isinstance(info, dict):
+            return "/server_info was no JSON object after the load"
+        return argument_mismatch(service.spec.expected, info) or simulated_acceptance(info)
+
+    def _seal(self, progress: _Progress, evidence: Evidence) -> None:
+        cell = progress.cell
+        failures = [row for row in progress.rows if row.status is RequestStatus.FAILED]
+        gates = judge(evidence) if progress.open else []
+        state, reason = CellState.COMPLETE, None
+        if progress.given_up:
+            state, reason = CellState.FAILED, progress.given_up
+        elif progress.invalid:
+            state, reason = CellState.INVALID, progress.invalid
+        elif failures:
+            first = failures[0]
+            state = CellState.FAILED
+            reason = f"{len(failures)} of {cell.requests} requests failed; {first.prompt_id}: {first.error}"
+        elif bad := failed(gates):
+            state = CellState.INVALID
+            reason = "; ".join(f"gate {gate.id}: {gate.detail}" for gate in bad)
+        record = CellRecord(
+            key=cell.key,
+            spec=cell.spec,
+            run_id=self._run_id,
+            state=state,
+            reason=reason,
+            started=progress.started,
+            ended=self._stamp(),
+            requests=len(progress.rows),
+            failed_requests=len(failures),
+            rows_sha256="",
+            parity=list(evidence.parity),
+            gates=gates,
+            server=self._server_info.get(cell.service.name, {}),
+        )
+        logs = {f"{cell.service.name}.log": progress.log} if progress.log else {}
+        self._sealed[cell.key] = self._store.seal(record, progress.rows, logs)
+        self._out.event("cell", name=cell.name, key=cell.key, state=state.value, reason=reason)
+        if state is not CellState.COMPLETE:
+            self._out.warning(f"{cell.name}: {state.value}: {reason}")
+
+    def _pending(self, cells: Sequence[PlannedCell]) -> list[PlannedCell]:
+        return [cell for cell in cells if cell.key not in self._sealed]
+
+    def _stamp(self) -> str:
+        return self._now().isoformat(timespec="milliseconds")
+
+
+def require_good(outcome: SweepOutcome) -> None:
+    """Raise JobFailed when a cell failed, is invalid or was not run. `unsafe` counts only when it did not run
+    through:
+    its wrong output is expected and is no failure.
+    """
+    lines = [
+        f"{cell_name(cell.spec)}: {cell.state.value}: {(cell.reason or '').splitlines()[0]}"
+        for cell in outcome.bad
+    ]
+    lines += [f"{name}: not run, its service had died" for name in outcome.not_run]
+    if lines:
+        raise JobFailed(
+            f"{len(lines)} of {len(outcome.run.cells)} cells are no results\n  " + "\n  ".join(lines),
+            remedy="mend the cause, then run the same command with --retry-failed",
+        )
+
+
+def request_seed(seed: int, index: int, repeat: int) -> int:
+    """A seed for each request that all arms share, so that the same prompt draws the same numbers."""
+    return (seed * 1_000_003 + repeat * 10_007 + index) % 2**31
+
+
+def _sealed(plan: Plan, store: Store) -> dict[str, CellRecord]:
+    found = {cell.key: store.cell(cell.key) for cell in plan.cells}
+    return {key: record for key, record in found.items() if record is not None}
+
+
+def _iso(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat(timespec="milliseconds")
+
+
+@contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM ends a sweep as Ctrl-C does: services down, finished work kept."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,147 @@
+"""A sweep from its description to its sealed cells: the one entry for `bench sweep`, `bench run` and
+`quickstart`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddtree_ops.bench.dataset import load_dataset
+from ddtree_ops.bench.environment import capture_environment, engine_version
+from ddtree_ops.bench.plan import Plan, eta_seconds, make_plan
+from ddtree_ops.bench.runner import SweepOutcome, run_sweep
+from ddtree_ops.bench.store import Store
+from ddtree_ops.output import Output
+from ddtree_ops.schemas.arms import Arm
+from ddtree_ops.schemas.results import CellRecord, Environment, RequestStatus
+from ddtree_ops.schemas.sweep import LocalEngine, Sweep
+from ddtree_ops.services.argv import find_models, local_services
+from ddtree_ops.services.base import Launcher
+from ddtree_ops.services.discover import external_services
+from ddtree_ops.services.external import ExternalLauncher
+from ddtree_ops.services.local import LocalLauncher
+
+#: Seconds per token of the shipped pair on one core of a laptop, for a first guess.
+LOCAL_SECONDS_PER_TOKEN = {
+    Arm.AR: 0.012,
+    Arm.DFLASH: 0.012,
+    Arm.SHADOW: 0.012,
+    Arm.DDTREE: 0.012,
+    Arm.UNSAFE: 0.014,
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sweep that could start: its plan, and the machine that it is planned for."""
+
+    plan: Plan
+    environment: Environment
+
+
+def prepare(sweep: Sweep) -> Prepared:
+    """Read prompts, hash models, ask running servers, lay out the cells. Starts nothing.
+
+    Raises BadInput, BadEnvironment.
+    """
+    dataset = load_dataset(sweep.dataset, sweep.prompts)
+    if isinstance(sweep.engine, LocalEngine):
+        services = local_services(sweep, find_models(sweep.engine), engine_version())
+    else:
+        services = external_services(sweep.engine)
+    environment = capture_environment()
+    plan = make_plan(sweep, dataset, services, host_fingerprint=environment.host_fingerprint)
+    return Prepared(plan, environment)
+
+
+def execute(
+    prepared: Prepared, results: Path, out: Output, *, retry_failed: bool = False
+) -> tuple[Store, SweepOutcome]:
+    """Run what is not sealed yet in the store at `results`. Raises as `Store` and `run_sweep` do."""
+    store = Store.create_or_open(results, now=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def launcher(run_id: str) -> Launcher:
+        if isinstance(prepared.plan.sweep.engine, LocalEngine):
+            return LocalLauncher(store.run_folder(run_id) / "logs")
+        return ExternalLauncher()
+
+    outcome = run_sweep(prepared.plan, store, launcher, prepared.environment, out, retry_failed=retry_failed)
+    return store, outcome
+
+
+def describe(prepared: Prepared, results: Path) -> dict[str, Any]:
+    """The plan as data: cells with key and state, the services' argv, and the ETA of what is left."""
+    plan = prepared.plan
+    store = Store.open(results) if (results / "store.json").is_file() else None
+    sealed = {cell.key: found for cell in plan.cells if store and (found := store.cell(cell.key))}
+    eta = eta_seconds(plan, sealed, _speeds(plan, store, sealed))
+    return {
+        "name": plan.sweep.name,
+        "dataset": {
+            "name": plan.dataset.name,
+            "sha256": plan.dataset.sha256,
+            "prompts": len(plan.dataset.prompts),
+        },
+        "services": [
+            {"name": service.name, "url": service.url, "argv": list(service.argv)}
+            for service in plan.services
+        ],
+        "cells": [
+            {
+                "name": cell.name,
+                "key": cell.key,
+                "concurrency": cell.spec.concurrency,
+                "temperature": cell.spec.temperature,
+                "requests": cell.requests,
+                "service": cell.service.name,
+                "state": sealed[cell.key].state.value if cell.key in sealed else "planned",
+            }
+            for cell in plan.cells
+        ],
+        "eta_seconds": None if eta is None else round(eta, 1),
+    }
+
+
+def show_plan(description: Mapping[str, Any], out: Output) -> None:
+    """Print a plan as tables and a line, or as one JSON object."""
+    rows = [
+        [
+            cell["name"],
+            cell["concurrency"],
+            cell["temperature"],
+            cell["requests"],
+            cell["state"],
+            cell["key"][:16],
+        ]
+        for cell in description["cells"]
+    ]
+    out.table("Cells", ["cell", "C", "T", "requests", "state", "key"], rows)
+    for service in description["services"]:
+        out.line(f"{service['name']}: {service['url'] or ' '.join(service['argv'])}")
+    out.result(description, summary=f"{len(rows)} cells, {_about(description['eta_seconds'])}")
+
+
+def _about(seconds: float | None) -> str:
+    if seconds is None:
+        return "duration unknown: nothing was measured yet on these services"
+    return f"about {timedelta(seconds=round(seconds))} to go"
+
+
+def _speeds(plan: Plan, store: Store | None, sealed: Mapping[str, CellRecord]) -> dict[Arm, float]:
+    """Seconds per token by arm, from sealed cells of the plan where there are some."""
+    measured: dict[Arm, list[float]] = defaultdict(list)
+    for key, record in sealed.items():
+        if store is not None and record.spec.concurrency == 1:
+            measured[record.spec.arm] += [
+                row.e2e_s / row.completion_tokens
+                for row in store.rows(key)
+                if row.status is RequestStatus.OK and row.e2e_s and row.completion_tokens
+            ]
+    speeds = dict(LOCAL_SECONDS_PER_TOKEN) if isinstance(plan.sweep.engine, LocalEngine) else {}
+    return speeds | {arm: median(values) for arm, values in measured.items() if values}

@@ -1,0 +1,161 @@
+"""`ddtree bench`: measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddtree_ops.cli import common
+
+app = typer.Typer(help="Measure arms over the same prompts.", no_args_is_help=True)
+
+RESULTS = Path("ddtree-results")
+
+SWEEP_EPILOG = """
+[bold]Examples[/bold]
+
+ddtree bench sweep                                  ar, dflash, shadow and ddtree on the shipped pair
+
+ddtree bench sweep sweep.yaml --dry-run             its cells, argv and duration
+
+ddtree bench sweep sweep.yaml --arm ar,ddtree --budget 15,31 --results results
+
+Sealed cells are skipped: the same command goes on after Ctrl-C. See docs/sweeps.md.
+"""
+RUN_EPILOG = """
+[bold]Examples[/bold]
+
+ddtree bench run --arm ddtree --budget 31
+
+ddtree bench run --arm dflash --concurrency 4 --prompts 8
+"""
+CALIBRATE_EPILOG = """
+[bold]Examples[/bold]
+
+ddtree bench calibrate --out calibration.json
+
+ddtree bench calibrate --url http://127.0.0.1:30003 --dataset code.jsonl --out calibration.json
+"""
+
+
+@app.command(epilog=SWEEP_EPILOG)
+def sweep(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="sweep.yaml; default: a laptop's sweep.")] = None,
+    arm: common.Arms = None,
+    budget: common.Budgets = None,
+    concurrency: common.Concurrencies = None,
+    temperature: common.Temperatures = None,
+    dataset: common.Dataset = None,
+    prompts: common.Prompts = None,
+    max_tokens: common.MaxTokens = None,
+    repeats: common.Repeats = None,
+    seed: common.Seed = None,
+    model: common.Model = None,
+    drafter: common.Drafter = None,
+    dtype: common.Dtype = None,
+    topk: common.Topk = None,
+    builder: common.TreeBuilder = None,
+    calibration: common.Calibration = None,
+    threads: common.Threads = None,
+    allow_hybrid_unsafe: common.AllowUnsafe = None,
+    results: common.Results = RESULTS,
+    dry_run: common.DryRun = False,
+    retry_failed: common.RetryFailed = False,
+) -> None:
+    """Measure a grid of arms, budgets, concurrencies and temperatures, arms interleaved."""
+    _sweep(context, locals())
+
+
+@app.command(epilog=RUN_EPILOG)
+def run(
+    context: typer.Context,
+    arm: common.Arms = None,
+    budget: common.Budgets = None,
+    concurrency: common.Concurrencies = None,
+    temperature: common.Temperatures = None,
+    dataset: common.Dataset = None,
+    prompts: common.Prompts = None,
+    max_tokens: common.MaxTokens = None,
+    repeats: common.Repeats = None,
+    seed: common.Seed = None,
+    model: common.Model = None,
+    drafter: common.Drafter = None,
+    dtype: common.Dtype = None,
+    topk: common.Topk = None,
+    builder: common.TreeBuilder = None,
+    calibration: common.Calibration = None,
+    threads: common.Threads = None,
+    allow_hybrid_unsafe: common.AllowUnsafe = None,
+    results: common.Results = RESULTS,
+    dry_run: common.DryRun = False,
+    retry_failed: common.RetryFailed = False,
+) -> None:
+    """Measure one arm (default: ddtree at budget 31) without the others to compare with."""
+    _sweep(context, {**locals(), "arm": arm or ["ddtree"], "budget": budget or ["31"], "file": None})
+
+
+@app.command(epilog=CALIBRATE_EPILOG)
+def calibrate(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option("--out", help="The calibration file to write.")] = Path(
+        "calibration.json"
+    ),
+    url: Annotated[
+        str | None, typer.Option("--url", help="A running server; default: one of our own.")
+    ] = None,
+    dataset: common.Dataset = None,
+    prompts: common.Prompts = None,
+    max_tokens: common.MaxTokens = None,
+    model: common.Model = None,
+    drafter: common.Drafter = None,
+    topk: common.Topk = None,
+    threads: common.Threads = None,
+) -> None:
+    """Fit the calibrated builder's file from logged steps; judge it on prompts that it has not seen."""
+    from ddtree_ops.bench.calibrate import CalibrationJob, run_calibration
+
+    job = CalibrationJob(
+        url=url,
+        dataset=dataset or "pair",
+        prompts=prompts,
+        max_tokens=max_tokens or 96,
+        model=model,
+        drafter=drafter,
+        topk=topk or 16,
+        threads=threads or 1,
+    )
+    run_calibration(job, out, common.sink(context))
+
+
+def _sweep(context: typer.Context, options: dict[str, Any]) -> None:
+    """The common body of `sweep` and `run`."""
+    from ddtree_ops.bench.config import load_sweep
+    from ddtree_ops.bench.report import show_outcome
+    from ddtree_ops.bench.runner import require_good
+    from ddtree_ops.bench.sweep import describe, execute, prepare, show_plan
+
+    out = common.sink(context)
+    prepared = prepare(load_sweep(options["file"], _overrides(options)))
+    if options["dry_run"]:
+        show_plan(describe(prepared, options["results"]), out)
+        return
+    store, outcome = execute(prepared, options["results"], out, retry_failed=options["retry_failed"])
+    show_outcome(store, outcome, out)
+    require_good(outcome)
+
+
+def _overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as keys of a sweep; what was not given is null."""
+    engine = ("model", "drafter", "dtype", "topk", "builder", "calibration", "threads", "allow_hybrid_unsafe")
+    plain = ("dataset", "prompts", "max_tokens", "repeats", "seed")
+    return {
+        **{key: options[key] for key in plain},
+        "arms": common.split(options["arm"]),
+        "budgets": common.integers("--budget", options["budget"], common.ALL_BUDGETS),
+        "concurrencies": common.integers("--concurrency", options["concurrency"], "whole numbers, 1 to 256"),
+        "temperatures": common.numbers("--temperature", options["temperature"], "numbers, 0 to 2"),
+        "engine": {key: options[key] for key in engine},
+    }

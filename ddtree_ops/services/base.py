@@ -1,0 +1,88 @@
+"""What a sweep knows of the servers that it measures, whoever runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddtree_ops.schemas.arms import Arm, Builder
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a service is, as far as it could change a number. Known before it is started."""
+
+    engine: str
+    engine_version: str
+    model_sha256: str
+    drafter_sha256: str | None
+    dtype: str
+    topk: int | None
+    builder: Builder | None
+    argv: tuple[str, ...]
+    image_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service of a sweep.
+
+    budget    the budget that it serves, or null where the arm takes none or each request carries its own
+    argv      the whole command line but for host, port and log file; empty for a service that runs already
+    expected  what `/server_info` must say, by dotted path below its `ddtree` block
+    url       set for a service that runs already
+    """
+
+    name: str
+    arm: Arm
+    budget: int | None
+    identity: Identity
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+
+
+class Service(Protocol):
+    """A server with a life: a process of ours, a container, or one that somebody else runs."""
+
+    spec: ServiceSpec
+
+    @property
+    def url(self) -> str:
+        """Base address, without a slash at the end; known after `start`."""
+        ...
+
+    @property
+    def log_path(self) -> Path | None:
+        """Where its output goes, if that is ours to read."""
+        ...
+
+    def start(self) -> None:
+        """Begin starting; returns at once."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether it may still answer. Always true for a service that is not ours."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """Its exit status once it is dead, negative for a signal; null while alive or unknown."""
+        ...
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log; empty where there is none."""
+        ...
+
+    def stop(self) -> None:
+        """End it and everything that it started; harmless when repeated."""
+        ...
+
+
+class Launcher(Protocol):
+    """Makes services of one kind."""
+
+    def create(self, spec: ServiceSpec) -> Service: ...
