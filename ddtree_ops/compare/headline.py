@@ -1,0 +1,80 @@
+"""One honest sentence about a run, made from its verdicts: a win, a loss, or that one can't tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddtree_ops.compare.analysis import Analysis
+from ddtree_ops.compare.checks import failed_checks
+from ddtree_ops.compare.load import Cell
+from ddtree_ops.compare.statistics import Interval
+from ddtree_ops.compare.verdicts import Answer, Metric, Verdict
+from ddtree_ops.schemas.arms import Arm
+
+CPU_NOTE = (
+    "Tokens per second on this CPU engine are not the point: a CPU pays for every node of a tree, where a "
+    "GPU verifies them in little more time than one. Tokens per target pass are what carries over."
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``claim`` is the one sentence; ``also`` are the second metric's and the warnings."""
+
+    claim: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.claim, *self.also))
+
+
+def headline(analysis: Analysis) -> Headline:
+    """What the run says of ``ddtree`` against ``dflash``, first in the metric that carries over."""
+    metrics = list(Metric) if analysis.on_cpu_engine else list(reversed(Metric))
+    claims = [text for metric in metrics if (text := _sentence(analysis, metric))]
+    wrong = [name for name in failed_checks(analysis.checks) if name != "all_cells_complete"]
+    warnings = [f"Checks that failed: {', '.join(wrong)}."] if wrong else []
+    if not claims:
+        return Headline(_nothing(analysis), tuple(warnings))
+    return Headline(claims[0], (*claims[1:], *warnings))
+
+
+def _sentence(analysis: Analysis, metric: Metric) -> str | None:
+    best = next((item for item in analysis.best if item.metric is metric), None)
+    if best is not None:
+        return _claim(metric, best.cell, best.answer, best.ratio)
+    for verdict in _of_trees(analysis):
+        if verdict.metric is metric and verdict.ratio is not None:
+            return _claim(metric, verdict.cell, verdict.answer, verdict.ratio)
+    return None
+
+
+def _of_trees(analysis: Analysis) -> list[Verdict]:
+    return [
+        verdict
+        for verdict in analysis.verdicts
+        if verdict.cell.arm is Arm.DDTREE and verdict.baseline is Arm.DFLASH
+    ]
+
+
+def _claim(metric: Metric, cell: Cell, answer: Answer, ratio: Interval) -> str:
+    figure = f"{ratio.value:.2f} times"
+    if ratio.low is not None and ratio.high is not None:
+        details = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}, {cell.label}"
+    else:
+        details = f"{ratio.n} prompts, {cell.label}"
+    unit = "tokens per target pass" if metric is Metric.ACCEPT_LENGTH else "tokens per second"
+    if answer is Answer.FASTER:
+        return f"The tree yields {figure} the {unit} of dflash ({details})."
+    if answer is Answer.SLOWER:
+        return f"Even the best tree yields fewer {unit} than dflash: {figure} ({details})."
+    return f"Whether the tree yields more {unit} than dflash can't be told: {figure} ({details})."
+
+
+def _nothing(analysis: Analysis) -> str:
+    arms = {item.cell.arm for item in analysis.measures}
+    if Arm.DDTREE not in arms or Arm.DFLASH not in arms:
+        return "This run does not compare ddtree with dflash: both arms are needed for that."
+    reasons = {verdict.reason for verdict in _of_trees(analysis)}
+    return f"No verdict on ddtree against dflash: {'; '.join(sorted(reasons))}."

@@ -1,0 +1,155 @@
+"""Write the report of a run: one self-contained ``index.html``, with PNG and CSV files beside it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from ddtree_ops import __version__
+from ddtree_ops.compare.analysis import Analysis, analyse
+from ddtree_ops.compare.frames import requests_frame
+from ddtree_ops.compare.headline import headline
+from ddtree_ops.compare.plots import Picture, concurrency_picture, pictures
+from ddtree_ops.compare.summary import summarise
+from ddtree_ops.compare.theme import css_variables
+from ddtree_ops.compare.view import build_view
+from ddtree_ops.errors import BadEnvironment, BadInput
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """What was written. ``headline`` is the report's one sentence."""
+
+    index: Path
+    images: tuple[Path, ...]
+    tables: tuple[Path, ...]
+    headline: str
+
+
+def write_report(
+    results: Path, out: Path, *, title: str | None = None, run_id: str | None = None
+) -> ReportFiles:
+    """Write the report of a store's run (default: the latest) into the folder ``out``.
+
+    The same store gives the same bytes. Files of an earlier report are replaced.
+
+    Raises:
+        BadInput: the store can't be read, or ``out`` is a file.
+        BadEnvironment: ``out`` can't be written.
+    """
+    return report(analyse(results, run_id), out, title=title)
+
+
+def report(analysis: Analysis, out: Path, *, title: str | None = None) -> ReportFiles:
+    """As :func:`write_report`, of a run that is analysed already."""
+    drawn = {load: pictures(analysis, load) for load in analysis.results.loads()}
+    temperatures = sorted({load.temperature for load in drawn})
+    extra = [picture for t in temperatures if (picture := concurrency_picture(analysis, t)) is not None]
+    tables = {
+        "requests.csv": requests_frame(analysis.results),
+        "cells.csv": cells_csv(analysis),
+        "verdicts.csv": verdicts_csv(analysis),
+    }
+    view = build_view(analysis, title)
+    anchors = {load: item.anchor for load, item in zip(drawn, view["loads"], strict=True)}
+    view |= {
+        "pictures": {
+            anchors[load]: [_inlined(picture) for picture in items] for load, items in drawn.items()
+        },
+        "concurrency_pictures": [_inlined(picture) for picture in extra],
+        "tables": sorted(tables),
+        "css": _css(),
+        "version": __version__,
+        "commands": [
+            "ddtree bench sweep sweep.yaml --results results",
+            "ddtree compare report results --out report",
+        ],
+    }
+    html = _environment().get_template("report.html.j2").render(view)
+    every = [picture for items in drawn.values() for picture in items] + extra
+    try:
+        return _write(out, html, every, tables, headline(analysis).text)
+    except FileExistsError as error:
+        raise BadInput(f"{out}: is a file; give a folder for the report") from error
+    except OSError as error:
+        full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        raise BadEnvironment(f"{out}: cannot be written: {full}") from error
+
+
+def cells_csv(analysis: Analysis) -> pd.DataFrame:
+    """One row a cell: its figures with intervals, parity counts and counters, flattened."""
+    rows = []
+    for cell in summarise(analysis)["cells"]:
+        rows.append(_flat(cell))
+    return pd.DataFrame(rows)
+
+
+def verdicts_csv(analysis: Analysis) -> pd.DataFrame:
+    """One row a verdict."""
+    columns = ("arm", "budget", "builder", "concurrency", "temperature", "baseline", "metric", "verdict")
+    rows = [_flat(item) for item in summarise(analysis)["verdicts"]]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
+
+
+def _write(
+    out: Path, html: str, drawn: Sequence[Picture], tables: dict[str, pd.DataFrame], sentence: str
+) -> ReportFiles:
+    out.mkdir(parents=True, exist_ok=True)
+    images = []
+    for picture in drawn:
+        image = out / f"{picture.name}.png"
+        image.write_bytes(picture.png())
+        images.append(image)
+    written = []
+    for name, frame in tables.items():
+        frame.to_csv(out / name, index=False)
+        written.append(out / name)
+    index = out / "index.html"
+    index.write_text(html, encoding="utf-8")
+    return ReportFiles(index, tuple(images), tuple(written), sentence)
+
+
+def _inlined(picture: Picture) -> dict[str, Any]:
+    return {**_words(picture), "svg": Markup(picture.svg())}
+
+
+def _words(picture: Picture) -> dict[str, str]:
+    return {"name": picture.name, "title": picture.title, "caption": picture.caption}
+
+
+def _css() -> Markup:
+    """The style sheet with both palettes; it is ours, so it is not escaped."""
+    sheet = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    light = f":root {{ {css_variables(dark=False)} }}"
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {css_variables(dark=True)} }} }}"
+    return Markup(f"{light}\n{dark}\n{sheet}")
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,486 @@
+"""What the report's template needs, as text: tables of formatted cells and the facts of the run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ddtree_ops.compare.ablation import Leak, ShadowBias, leaks, shadow_biases
+from ddtree_ops.compare.analysis import SEED, Analysis
+from ddtree_ops.compare.checks import Check
+from ddtree_ops.compare.headline import CPU_NOTE, headline
+from ddtree_ops.compare.load import Load
+from ddtree_ops.compare.measures import STAGES, Measures, Quantiles, parity_total
+from ddtree_ops.compare.statistics import Interval
+from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
+from ddtree_ops.schemas.arms import Arm
+from ddtree_ops.schemas.results import Gate, GateStatus, ParityFinding
+
+DASH = "–"
+
+CHECK_TEXTS = {
+    "all_cells_complete": "Every planned cell is sealed and complete",
+    "shadow_equals_dflash": "shadow's output is dflash's, token for token",
+    "dflash_equals_ar": "dflash's greedy output is ar's, counted near-ties apart",
+    "ddtree_equals_ar": "ddtree's greedy output is ar's, counted near-ties apart",
+    "spine_first_steps_below_spine_zero": "With spine-first trees no step accepts less than its top-1 chain",
+    "unsafe_fails_parity": "unsafe, whose states leak, is caught by the parity check",
+    "tree_kernels_ran": "The forked tree path ran: its counter moved on every ddtree request",
+    "greedy_output_stable": "Greedy output in float32 is the same in every repeat",
+}
+
+ANSWER_MARKS = {Answer.FASTER: "▲", Answer.SLOWER: "▼", Answer.CANT_TELL: "≈", Answer.NO_VERDICT: "○"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text. ``left`` names the columns that hold words, the others hold numbers."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: frozenset[int] = frozenset({0})
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An answer as shown: a mark and a word, so that colour is never the only sign."""
+
+    kind: str
+    mark: str
+    word: str
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    label: str
+    figures: tuple[tuple[Chip, str], ...]
+    prompts: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadView:
+    """Everything of one load point."""
+
+    name: str
+    anchor: str
+    verdicts: dict[str, list[VerdictRow]]
+    best: tuple[str, ...]
+    cells: Table
+    quality: Table
+    findings: Table | None
+    shadow: Table | None
+    stages: Table | None
+    latency: Table
+    unsafe: Table | None
+    gates: Table
+
+
+def build_view(analysis: Analysis, title: str | None) -> dict[str, Any]:
+    """The template's variables, pictures apart."""
+    run = analysis.results.run
+    return {
+        "title": title or "ddtree comparison report",
+        "headline": headline(analysis),
+        "cpu_note": CPU_NOTE if analysis.on_cpu_engine else None,
+        "facts": _facts(analysis),
+        "loads": [_load(analysis, load) for load in analysis.results.loads()],
+        "checks": _checks(analysis.checks),
+        "troubles": _troubles(analysis),
+        "environment": _environment(analysis),
+        "sweep_yaml": yaml.safe_dump(run.sweep, sort_keys=False, allow_unicode=True),
+        "services": _services(analysis),
+        "seed": SEED,
+    }
+
+
+def _load(analysis: Analysis, load: Load) -> LoadView:
+    here = [item for item in analysis.measures if item.cell.load == load]
+    names = {id(item.cell) for item in here}
+    verdicts = [verdict for verdict in analysis.verdicts if id(verdict.cell) in names]
+    leaky = leaks(here, seed=SEED)
+    biases = shadow_biases(here, seed=SEED)
+    return LoadView(
+        name=str(load),
+        anchor=f"c{load.concurrency}-t{load.temperature:g}".replace(".", "_"),
+        verdicts={arm.value: rows for arm in BASELINES if (rows := _verdict_rows(verdicts, arm))},
+        best=tuple(_best_text(best) for best in analysis.best if best.load == load),
+        cells=_cells_table(here),
+        quality=_quality_table(here),
+        findings=_findings_table(here),
+        shadow=_shadow_table(biases) if biases else None,
+        stages=_stage_table(here),
+        latency=_latency_table(here),
+        unsafe=_unsafe_table(leaky) if leaky else None,
+        gates=_gates_table(here),
+    )
+
+
+def _verdict_rows(verdicts: Sequence[Verdict], baseline: Arm) -> list[VerdictRow]:
+    """The two metrics of a cell share a row."""
+    grouped: dict[int, list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.baseline is baseline:
+            grouped.setdefault(id(verdict.cell), []).append(verdict)
+    rows = []
+    for group in grouped.values():
+        by_metric = {verdict.metric: verdict for verdict in group}
+        figures = tuple((_chip(by_metric[metric]), interval(by_metric[metric].ratio)) for metric in Metric)
+        ratio = by_metric[Metric.ACCEPT_LENGTH].ratio
+        prompts = str(ratio.n) if ratio else DASH
+        rows.append(VerdictRow(group[0].cell.label, figures, prompts, _reasons(by_metric)))
+    return rows
+
+
+def _chip(verdict: Verdict) -> Chip:
+    kinds = {Answer.FASTER: "up", Answer.SLOWER: "down", Answer.CANT_TELL: "even", Answer.NO_VERDICT: "none"}
+    answer = verdict.answer
+    return Chip(kinds[answer], ANSWER_MARKS[answer], _word(answer, verdict.metric))
+
+
+def _word(answer: Answer, metric: Metric) -> str:
+    """Tokens per pass are more or fewer; only seconds are faster or slower."""
+    if metric is Metric.ACCEPT_LENGTH:
+        return {Answer.FASTER: "more", Answer.SLOWER: "fewer"}.get(answer, answer.value)
+    return answer.value
+
+
+def _reasons(by_metric: dict[Metric, Verdict]) -> str:
+    accept, speed = by_metric[Metric.ACCEPT_LENGTH].reason, by_metric[Metric.TOKENS_PER_SECOND].reason
+    return accept if accept == speed else f"passes: {accept}; seconds: {speed}"
+
+
+def _best_text(best: BestBudget) -> str:
+    picks = best.picks[0] if best.picks[0] == best.picks[1] else " and ".join(best.picks)
+    return (
+        f"Best for {best.metric.words}: {best.cell.label} of {len(best.candidates)} trees. Each half of the "
+        f"prompts judged with the tree that was best on the other half ({picks}): {interval(best.ratio)} "
+        f"times dflash, {_word(best.answer, best.metric)}."
+    )
+
+
+def _cells_table(here: Sequence[Measures]) -> Table:
+    rows = []
+    for item in here:
+        record = item.cell.record
+        rows.append(
+            (
+                item.cell.label,
+                record.state.value,
+                str(item.prompts),
+                _out_of(len(item.cell.ok_rows), len(item.cell.rows)),
+                f"{item.completion_tokens:,}",
+                _count(item.verify_steps),
+                interval(item.accept_length),
+                interval(item.tokens_per_second, digits=1),
+            )
+        )
+    columns = ("arm", "state", "prompts", "requests", "tokens", "verify steps", "accept length", "tokens/s")
+    return Table("Cells: what was measured", columns, tuple(rows), frozenset({0, 1}))
+
+
+def _quality_table(here: Sequence[Measures]) -> Table:
+    rows = []
+    for item in here:
+        parity, chain = item.parity(Arm.AR), item.parity(Arm.DFLASH)
+        counts: tuple[str, ...] = (DASH,) * 4
+        if parity is not None:
+            whole = parity_total(parity)
+            counts = (
+                _out_of(parity.identical, whole),
+                *map(str, (parity.near_tie, parity.different, parity.unknown)),
+            )
+        rows.append(
+            (
+                item.cell.label,
+                *counts,
+                _out_of(chain.identical, parity_total(chain)) if chain is not None else DASH,
+                str(item.loops),
+                str(item.empty),
+                str(item.unstable),
+                _share(item.steps_below_spine, item.steps_scored),
+                _count(item.tree_steps),
+            )
+        )
+    columns = (
+        "arm",
+        "identical to ar",
+        "near-tie",
+        "different",
+        "unknown",
+        "identical to dflash",
+        "loops",
+        "empty",
+        "unstable",
+        "steps below spine",
+        "tree steps",
+    )
+    return Table("Greedy parity by prompt, and quality counters", columns, tuple(rows))
+
+
+def _gates_table(here: Sequence[Measures]) -> Table:
+    """A row for each gate: how many cells passed it, and where it failed, with the detail sealed."""
+    ids = list(dict.fromkeys(gate.id for item in here for gate in item.cell.record.gates))
+    rows = []
+    for gate_id in ids:
+        found = [(item, gate) for item in here for gate in item.cell.record.gates if gate.id == gate_id]
+        counts = (str(sum(gate.status is status for _, gate in found) or DASH) for status in GateStatus)
+        failed = [
+            f"{item.cell.label}: {gate.detail or _count_of(gate)}"
+            for item, gate in found
+            if gate.status is GateStatus.FAIL
+        ]
+        rows.append((gate_id, *counts, "; ".join(failed) or DASH))
+    columns = ("gate", *(status.value for status in GateStatus), "failed where")
+    return Table("Gates: cells by outcome", columns, tuple(rows), frozenset({0, len(columns) - 1}))
+
+
+def _count_of(gate: Gate) -> str:
+    return f"{gate.value:g}" if gate.value is not None else "failed"
+
+
+def _findings_table(here: Sequence[Measures]) -> Table | None:
+    rows = [
+        (
+            item.cell.label,
+            parity.reference.value,
+            finding.prompt_id,
+            finding.parity.value.replace("_", "-"),
+            _count(finding.first_difference),
+            _tokens(finding),
+            _gap(finding.gap),
+            _gap(finding.threshold),
+        )
+        for item in here
+        for parity in item.cell.record.parity
+        for finding in parity.findings
+    ]
+    if not rows:
+        return None
+    columns = ("arm", "beside", "prompt", "class", "first differing token", "ids", "gap", "near-tie up to")
+    return Table("Every prompt that is not identical", columns, tuple(rows), frozenset({0, 1, 2, 3}))
+
+
+def _shadow_table(biases: Sequence[ShadowBias]) -> Table:
+    rows = tuple(
+        (
+            str(bias.shadow.cell.budget),
+            interval(bias.shadow.shadow_estimate),
+            interval(bias.tree.accept_length),
+            interval(bias.ratio),
+            f"{100 * (bias.ratio.value - 1):+.1f} %",
+        )
+        for bias in biases
+    )
+    columns = ("budget", "shadow's estimate", "ddtree measured", "estimate / measured", "bias")
+    return Table("Shadow's estimate of accept length, calibrated against ddtree", columns, rows)
+
+
+def _stage_table(here: Sequence[Measures]) -> Table | None:
+    rows = tuple(
+        (
+            item.cell.label,
+            *(f"{item.stage_ms[stage]:.2f}" for stage in STAGES),
+            f"{sum(item.stage_ms.values()):.2f}",
+        )
+        for item in here
+        if item.stage_ms is not None
+    )
+    if not rows:
+        return None
+    return Table("Stages: mean milliseconds per target pass", ("arm", *STAGES, "sum"), rows)
+
+
+def _latency_table(here: Sequence[Measures]) -> Table:
+    rows = []
+    for item in here:
+        latency = item.latency
+        chunk = f"{latency.tokens_per_chunk:.2f}" if latency.tokens_per_chunk is not None else DASH
+        rows.append(
+            (
+                item.cell.label,
+                *_milliseconds(latency.ttft),
+                *_milliseconds(latency.tpot),
+                *_milliseconds(latency.itl),
+                chunk,
+            )
+        )
+    columns = (
+        "arm",
+        "TTFT median",
+        "p90",
+        "max",
+        "TPOT median",
+        "p90",
+        "max",
+        "ITL median",
+        "p90",
+        "max",
+        "tokens/chunk",
+    )
+    return Table("Request latency in milliseconds", columns, tuple(rows))
+
+
+def _unsafe_table(leaky: Sequence[Leak]) -> Table:
+    rows = tuple(
+        (
+            str(leak.unsafe.cell.budget),
+            _out_of(leak.wrong, leak.prompts),
+            f"{leak.first_difference:g}" if leak.first_difference is not None else DASH,
+            _out_of(leak.unsafe.loops, len(leak.unsafe.cell.ok_rows)),
+            interval(leak.accept_length),
+            interval(leak.pass_time),
+        )
+        for leak in leaky
+    )
+    columns = (
+        "budget",
+        "prompts with wrong output",
+        "median first wrong token",
+        "requests in a loop",
+        "accept length, times ddtree",
+        "time per pass, times ddtree",
+    )
+    return Table("unsafe beside ddtree at its budget (wrong output, no verdict)", columns, rows)
+
+
+def _facts(analysis: Analysis) -> list[tuple[str, str]]:
+    run, spec = analysis.results.run, analysis.measures[0].cell.spec
+    cells = len(analysis.results.cells)
+    planned = cells + len(analysis.results.missing)
+    facts = [
+        ("cells", f"{cells} of {planned} sealed"),
+        ("prompts", f"{spec.prompts}, {spec.repeats} repeat{'s' if spec.repeats != 1 else ''} each"),
+        ("answers", f"{spec.max_tokens} tokens{'' if spec.ignore_eos else ' at most'}"),
+        ("builder", ", ".join(builder.value for builder in analysis.results.builders()) or DASH),
+        ("engine", f"{spec.engine} {spec.engine_version}, {spec.dtype}"),
+    ]
+    facts.append(("run", f"{run.run_id}, {run.started}"))
+    facts.append(("took", f"{run.seconds:.0f} s" if run.seconds is not None else "not finished"))
+    return facts
+
+
+def _checks(checks: dict[str, Check]) -> list[tuple[str, str, str]]:
+    """(kind, text, id) of each yes-or-no check."""
+    marks = {True: "pass", False: "fail", None: "unknown"}
+    return [
+        (marks[bool_or_none(checks[name])], text, name)
+        for name, text in CHECK_TEXTS.items()
+        if name in checks
+    ]
+
+
+def bool_or_none(value: Check) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _troubles(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """(cell, state, reason) of every cell that is not complete, the missing ones included."""
+    troubles = []
+    for item in analysis.measures:
+        record = item.cell.record
+        if not item.cell.complete:
+            errors = sorted({row.error for row in item.cell.rows if row.error})
+            reason = record.reason or "; ".join(errors) or "no reason was recorded"
+            troubles.append((f"{item.cell.label}, {item.cell.load}", record.state.value, reason))
+    troubles += [
+        (f"cell {key[:16]}", "not run", "planned, but never sealed: run the same sweep again to finish it")
+        for key in analysis.results.missing
+    ]
+    return troubles
+
+
+def _environment(analysis: Analysis) -> list[tuple[str, str]]:
+    run, spec = analysis.results.run, analysis.measures[0].cell.spec
+    facts = [
+        ("target sha256", spec.model_sha256),
+        (
+            "drafter sha256",
+            next((m.cell.spec.drafter_sha256 for m in analysis.measures if m.cell.spec.drafter_sha256), DASH),
+        ),
+        ("dataset sha256", spec.dataset_sha256),
+        ("image digest", spec.image_digest or "none (local processes)"),
+    ]
+    environment = run.environment
+    described = [
+        ("ddtree", environment.ddtree_version),
+        ("commit", environment.git_commit or "not a git checkout"),
+        ("processor", f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib:.1f} GiB"),
+        ("platform", environment.platform),
+        ("Python", environment.python),
+        (
+            "packages",
+            ", ".join(f"{name} {version}" for name, version in sorted(environment.packages.items())) or DASH,
+        ),
+        ("host fingerprint", environment.host_fingerprint),
+    ]
+    described += [
+        (f"GPU {index}", ", ".join(f"{key} {value}" for key, value in gpu.items()))
+        for index, gpu in enumerate(environment.gpus)
+    ]
+    return described + facts
+
+
+def _services(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """(arm, argv, what the server said of itself), once for each distinct argv."""
+    seen: dict[str, tuple[str, str, str]] = {}
+    for item in analysis.measures:
+        argv = shlex.join(item.cell.spec.argv)
+        server = (
+            json.dumps(item.cell.record.server, indent=1, sort_keys=True) if item.cell.record.server else ""
+        )
+        seen.setdefault(argv, (item.cell.label, argv, server))
+    return list(seen.values())
+
+
+def interval(value: Interval | None, digits: int = 2) -> str:
+    """``2.24 [2.01, 2.49]``."""
+    if value is None:
+        return DASH
+    text = f"{value.value:.{digits}f}"
+    if value.low is None or value.high is None:
+        return f"{text} [n = {value.n}]"
+    return f"{text} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def _milliseconds(quantiles: Quantiles | None) -> tuple[str, str, str]:
+    if quantiles is None:
+        return DASH, DASH, DASH
+    median, p90, largest = (
+        f"{1e3 * value:.1f}" for value in (quantiles.median, quantiles.p90, quantiles.largest)
+    )
+    return median, p90, largest
+
+
+def _count(value: int | None) -> str:
+    return DASH if value is None else f"{value:,}"
+
+
+def _out_of(part: int, whole: int) -> str:
+    return f"{part} of {whole}"
+
+
+def _share(part: int | None, whole: int | None) -> str:
+    if part is None or not whole:
+        return DASH
+    return f"{part} of {whole} ({100 * part / whole:.1f} %)"
+
+
+def _tokens(finding: ParityFinding) -> str:
+    if finding.token is None and finding.reference_token is None:
+        return DASH
+    return f"{_plain(finding.token)} for {_plain(finding.reference_token)}"
+
+
+def _plain(token: int | None) -> str:
+    return "end" if token is None else str(token)
+
+
+def _gap(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2g}"
