@@ -71,7 +71,7 @@ def from_validation(error: pydantic.ValidationError, *, file: Path | str | None)
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"]) or "(top level)"
         found = "" if item["type"] in {"missing", "extra_forbidden"} else f", found {item['input']!r}"
-        lines.append(f"{key}: {item['msg']}{found}")
+        lines.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{found}")
     where = f"{file}: " if file is not None else ""
     if len(lines) == 1:
         return BadInput(where + lines[0])

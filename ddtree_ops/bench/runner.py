@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -56,6 +56,8 @@ FLUSH_TIMEOUT_S = 15.0
 PROBE_TIMEOUT_S = 120.0
 LOG_TAIL_LINES = 200
 REFERENCES = (Arm.AR, Arm.DFLASH)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -208,16 +210,11 @@ class SweepRunner:
                 service = self._launcher.create(spec)
                 self._services[spec.name] = service
                 service.start()
-        async with asyncio.TaskGroup() as group:
-            tasks = {
-                name: group.create_task(
-                    wait_ready(
-                        service, golden, timeout_s=self._plan.sweep.start_timeout_s, note=self._out.note
-                    )
-                )
-                for name, service in self._services.items()
-            }
-        self._server_info = {name: task.result() for name, task in tasks.items()}
+        infos = await _all(
+            wait_ready(service, golden, timeout_s=self._plan.sweep.start_timeout_s, note=self._out.note)
+            for service in self._services.values()
+        )
+        self._server_info = dict(zip(self._services, infos, strict=True))
 
     def _stop_services(self) -> None:
         """Stop all at once, so that grace periods do not add up."""
@@ -334,9 +331,7 @@ class SweepRunner:
                         advance(1, progress.cell.name)
 
                 queue = iter(todo)
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(concurrency, len(todo))):
-                        group.create_task(worker(queue, progress, rows, repeat))
+                await _all(worker(queue, progress, rows, repeat) for _ in range(min(concurrency, len(todo))))
                 self._keep(progress, sorted(rows, key=lambda row: row.order))
 
     async def _send(
@@ -378,7 +373,7 @@ class SweepRunner:
         try:
             require_alive(progress.service)
         except ServiceDied as death:
-            progress.given_up = redact_text(death.message)
+            progress.given_up = death.message
             self._dead.add(progress.cell.service.name)
         else:
             if at_once:
@@ -545,6 +540,17 @@ def require_good(outcome: SweepOutcome) -> None:
 def request_seed(seed: int, index: int, repeat: int) -> int:
     """A seed for each request that all arms share, so that the same prompt draws the same numbers."""
     return (seed * 1_000_003 + repeat * 10_007 + index) % 2**31
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of concurrent work; the first error cancels the rest and is raised as it is, not in a group."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _sealed(plan: Plan, store: Store) -> dict[str, CellRecord]:

@@ -15,7 +15,7 @@ import httpx
 import tenacity
 
 from ddtree_ops.errors import JobFailed
-from ddtree_ops.redact import allowed_server_info
+from ddtree_ops.redact import allowed_server_info, redact_text
 from ddtree_ops.services.base import Service
 
 TICK_S = 0.2
@@ -68,9 +68,12 @@ def require_alive(service: Service) -> None:
         return
     code = service.exit_code()
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
-    tail = service.log_tail()
-    log = f"; the end of {service.log_path}:\n{tail}" if tail else ""
-    raise ServiceDied(f"service {service.spec.name} {how}{log}")
+    raise ServiceDied(f"service {service.spec.name} {how}{_log(service)}")
+
+
+def _log(service: Service) -> str:
+    tail = redact_text(service.log_tail())
+    return f"; the end of {service.log_path}:\n{tail}" if tail else ""
 
 
 def check_arguments(service: Service, info: Mapping[str, Any]) -> None:
@@ -137,10 +140,8 @@ async def _until_ready(
     try:
         await waiting(tick)
     except tenacity.RetryError:
-        tail = service.log_tail()
-        log = f"; the end of {service.log_path}:\n{tail}" if tail else ""
         raise NotReady(
-            f"service {service.spec.name} was not ready after {timeout_s:g} s: {seen}{log}",
+            f"service {service.spec.name} was not ready after {timeout_s:g} s: {seen}{_log(service)}",
             remedy="give it longer with start_timeout_s, or read its log",
         ) from None
 
@@ -167,10 +168,12 @@ async def _check_golden(service: Service, http: httpx.AsyncClient, golden: Mappi
     for _ in range(2):
         try:
             answer = await http.post("/generate", json=request, timeout=GOLDEN_TIMEOUT_S)
-            outputs.append(answer.raise_for_status().json()["output_ids"])
+            if answer.status_code != httpx.codes.OK:
+                raise ValueError(f"HTTP {answer.status_code}: {answer.text[:300]}")
+            outputs.append(answer.json()["output_ids"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             require_alive(service)
-            raise NotReady(f"service {service.spec.name}: golden prompt: {error!r}") from error
+            raise NotReady(f"service {service.spec.name}: golden prompt: {error!r}{_log(service)}") from error
     if not outputs[0]:
         raise NotReady(f"service {service.spec.name}: golden prompt: an empty answer")
     if outputs[0] != outputs[1]:
