@@ -233,10 +233,10 @@ class Service(StrictModel):
     bind: Text = Field(
         "127.0.0.1", description="an address of the host; others than loopback need an API key"
     )
-    max_running_requests: Annotated[int, Field(strict=True, ge=1, le=256)] = 8
+    max_running_requests: Annotated[int, Field(strict=True, ge=1, le=256)] = 4
     context_length: Annotated[int, Field(strict=True, ge=256, le=1 << 20)] = 32768
     mem_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = Field(
-        0.80, description="share of a card for weights, KV and states"
+        0.85, description="share of a card for weights, KV and states"
     )
     ssm_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the recurrent states")
     attention_backend: Literal["triton", "flashinfer", "trtllm_mha"] = "triton"
