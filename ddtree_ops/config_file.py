@@ -214,8 +214,10 @@ def _properties(schema: Mapping[str, Any], loc: Sequence[str | int]) -> set[str]
                 below += _branches(node["items"], schema)
             elif part in node.get("properties", {}):
                 below += _branches(node["properties"][part], schema)
-            elif isinstance(node.get("additionalProperties"), dict):
-                below += _branches(node["additionalProperties"], schema)
+            elif isinstance(part, str):
+                values = [node.get("additionalProperties"), *node.get("patternProperties", {}).values()]
+                for value in values:
+                    below += _branches(value, schema) if isinstance(value, dict) else ()
         nodes = below or nodes  # a part that names the branch of a union leads nowhere
     return {name for node in nodes for name in node.get("properties", {})}
 

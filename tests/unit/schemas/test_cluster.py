@@ -138,6 +138,7 @@ def test_the_published_schema_is_current(name: str) -> None:
         ("model.path", "/x", r"model: found 'both', allowed: either repo or path"),
         ("drafter.revision", "main2", r"drafter\.revision: .*only together with repo"),
         ("hosts.inventory", "h.ini", r"hosts: found 'both', allowed: either inventory or inline"),
+        ("hosts.inline.a.usr", "x", r"a\.usr: .*allowed: address, port, user, vars \(did you mean 'user'"),
         ("hosts.group", "gpu", r"hosts\.group: found 'gpu', allowed: a group only together"),
         ("secrets.hf_token", {}, r"secrets\.hf_token: .*either file or env"),
         ("secrets.hf_token", "hf_abc", r"secrets\.hf_token: found text \(hidden"),
