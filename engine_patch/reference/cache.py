@@ -17,7 +17,7 @@ class TargetCache:
 
     keys, values  [full_layers, kv_heads, capacity, head_dim]; rows past `length` are scratch
     states        float32 [gdn_layers, value_heads, value_dim, key_dim]
-    windows       [gdn_layers, channels, conv_kernel - 1], convolution inputs of the last tokens, oldest first
+    windows       [gdn_layers, conv_kernel - 1, channels], convolution inputs of the last tokens, oldest first
     """
 
     keys: Tensor
@@ -35,7 +35,7 @@ class TargetCache:
             keys=torch.zeros(shape, dtype=dtype),
             values=torch.zeros(shape, dtype=dtype),
             states=torch.zeros(linear, config.value_heads, config.value_head_dim, config.key_head_dim),
-            windows=torch.zeros(linear, config.conv_dim, config.conv_kernel - 1, dtype=dtype),
+            windows=torch.zeros(linear, config.conv_kernel - 1, config.conv_dim, dtype=dtype),
         )
 
     def reserve(self, rows: int) -> None:

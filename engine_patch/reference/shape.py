@@ -20,8 +20,8 @@ class PassShape:
     bias       float32 [Q, Q], 0 where a row sees a row and -inf where not (full attention)
     parents    int64 [1, Q], predecessor rows of the recurrent layers, -1 for row 0
     mask       bool [1, Q, Q], ancestors (and self) by `parents`
-    windows    int64 [1, Q, W], convolution windows by `parents`
-    is_chain   every row follows the one before
+    windows    int64 [W, Q], convolution windows by `parents`: rows of the carried inputs and then the Q rows
+    is_chain   recurrent layers take every row from the one before
     """
 
     depths: Tensor
@@ -47,7 +47,7 @@ def chain_shape(width: int, conv_kernel: int) -> PassShape:
         bias=_bias(mask),
         parents=parents,
         mask=mask[None],
-        windows=window_index(parents, conv_kernel),
+        windows=_windows(parents, conv_kernel),
         is_chain=True,
     )
 
@@ -61,7 +61,7 @@ def tree_shape(tree: Tree, conv_kernel: int) -> PassShape:
         bias=_bias(mask),
         parents=parents,
         mask=mask[None],
-        windows=window_index(parents, conv_kernel),
+        windows=_windows(parents, conv_kernel),
         is_chain=bool((tree.parents == np.arange(tree.width) - 1).all()),
     )
 
@@ -75,8 +75,12 @@ def unsafe_shape(tree: Tree, conv_kernel: int) -> PassShape:
         parents=shared.parents,
         mask=shared.mask,
         windows=shared.windows,
-        is_chain=False,
+        is_chain=True,
     )
+
+
+def _windows(parents: Tensor, conv_kernel: int) -> Tensor:
+    return window_index(parents, conv_kernel)[0].t().contiguous()
 
 
 def _bias(mask: Tensor) -> Tensor:

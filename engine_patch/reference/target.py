@@ -10,12 +10,19 @@ import torch
 from ddtree_engine.reference.cache import TargetCache
 from ddtree_engine.reference.checkpoint import Checkpoint
 from ddtree_engine.reference.config import LINEAR, TargetConfig, read_target_config
-from ddtree_engine.reference.layers import Mlp, Rotary, attend, rms_norm
+from ddtree_engine.reference.deltanet import (
+    Heads,
+    advance,
+    convolve_chain,
+    convolve_tree,
+    per_value_head,
+    read,
+    replay,
+    split_heads,
+)
+from ddtree_engine.reference.layers import Mlp, Rotary, attend, columns, rms_norm
 from ddtree_engine.reference.shape import PassShape, chain_shape
-from ddtree_kernels.commit import commit_naive
-from ddtree_kernels.tree_conv import commit_window_naive, tree_conv_naive
-from ddtree_kernels.tree_gdn import gates, gdn_step, l2_normalise, tree_gdn_wy
-from ddtree_kernels.tree_gdn.gates import Recurrence
+from ddtree_kernels.tree_gdn import gates, tree_gdn_wy
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,12 +31,13 @@ PREFIXES = ("model.language_model.", "model.")
 # Parts of a multimodal checkpoint that a text engine has no use for.
 IGNORED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 
-SLOT = torch.zeros(1, dtype=torch.int64)
-
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net. `in_proj` stacks the rows of q, k, v | z | b | a; `index` counts these layers."""
+    """A gated delta net. `in_proj` stacks the columns of q, k, v | z | b | a; `conv` is [W, channels].
+
+    `index` counts these layers only, as the caches do.
+    """
 
     index: int
     in_proj: Tensor
@@ -42,7 +50,10 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    """Gated full attention. `in_proj` stacks rows of q | k | v | gate; `qk_norm` is [q + kv heads, dim]."""
+    """Gated full attention. `in_proj` stacks the columns of q | k | v | gate.
+
+    `qk_norm` is [q_heads + kv_heads, dim] and includes the queries' scale.
+    """
 
     index: int
     in_proj: Tensor
@@ -62,14 +73,9 @@ class TargetLayer:
 
 @dataclass(frozen=True)
 class Stash:
-    """What a verify pass keeps of its recurrent layers: pre-convolution q, k, v and the gates' inputs.
+    """What a verify pass keeps per recurrent layer: pre-convolution qkv [Q, C], gate inputs a, b [Q, HV]."""
 
-    qkv [gdn_layers][Q, channels];  a, b [gdn_layers][Q, value_heads]
-    """
-
-    qkv: list[Tensor]
-    a: list[Tensor]
-    b: list[Tensor]
+    layers: list[tuple[DeltaNet, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,10 @@ class Pass:
 
     hidden: Tensor
     features: Tensor
-    stash: Stash | None = None
+    stash: Stash
 
 
-# (layer, pre-convolution qkv [T, C], a [T, HV], b [T, HV]) -> o [T, HV, V]
+# (layer, pre-convolution qkv [T, C], a [T, HV], b [T, HV]) -> o float32 [T, HV, V]
 DeltaRule = Callable[[DeltaNet, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -103,6 +109,8 @@ class Target:
         self.norm = norm
         self.head = head
         self.rotary = rotary
+        self.eps = torch.tensor(config.rms_norm_eps)
+        self.heads = Heads(config.key_heads, config.value_heads, config.key_head_dim, config.value_head_dim)
         self.capture: tuple[int, ...] = ()
 
     @classmethod
@@ -116,9 +124,9 @@ class Target:
             _load_layer(weights, config, prefix, index) for index in range(len(config.layer_types))
         )
         norm = 1 + weights.take(prefix + "norm.weight", (config.hidden_size,), torch.float32)
-        head = embedding
+        head = columns(embedding)
         if not config.tie_word_embeddings:
-            head = weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+            head = columns(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         weights.finish(IGNORED + (("lm_head.weight",) if config.tie_word_embeddings else ()))
         rotary = Rotary.of(config.rope_theta, config.rotary_dim, positions)
         return cls(config, layers, embedding, norm, head, rotary)
@@ -129,22 +137,20 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> float32 [T, vocabulary]."""
-        return functional.linear(hidden, self.head).float()
+        return torch.mm(hidden, self.head).float()
 
     def prefill(self, tokens: Tensor, cache: TargetCache) -> Pass:
         """Commit `tokens`, int64 [T] with T <= PREFILL_CHUNK, to the cache."""
         shape = chain_shape(len(tokens), self.config.conv_kernel)
         leaf = torch.tensor([len(tokens) - 1])
-        path, count = torch.arange(len(tokens))[None], torch.tensor([len(tokens)])
 
         def rule(layer: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            window, state = cache.windows[layer.index], cache.states[layer.index]
-            inputs = self._recurrence(layer, qkv, a, b, window, state, shape)
-            out, after = tree_gdn_wy(*inputs, shape.parents, mask=shape.mask, leaf=leaf)
+            state, window = cache.states[layer.index], cache.windows[layer.index]
+            out, after = self._tree_rule(layer, qkv, a, b, state, window, shape, leaf)
             assert after is not None
-            state.copy_(after[0])
-            commit_window_naive(qkv[None], window[None], SLOT, path, count)
-            return out[0]
+            state.copy_(after)
+            window.copy_(torch.cat([window, qkv])[-window.shape[0] :])
+            return out
 
         result = self._forward(tokens, cache, shape, rule)
         cache.length += len(tokens)
@@ -152,37 +158,32 @@ class Target:
 
     def step(self, token: int, cache: TargetCache) -> Pass:
         """Commit one token: a plain decode step."""
-        shape = chain_shape(1, self.config.conv_kernel)
+        heads = self.heads
 
         def rule(layer: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            window, state = cache.windows[layer.index], cache.states[layer.index]
-            inputs = self._recurrence(layer, qkv, a, b, window, state, shape)
-            repeat = self.config.value_heads // self.config.key_heads
-            q, k = (x[0, 0].repeat_interleave(repeat, dim=0) for x in (inputs.q, inputs.k))
-            after, out = gdn_step(q, k, inputs.v[0, 0], inputs.g[0, 0], inputs.beta[0, 0], inputs.state[0])
-            state.copy_(after)
-            window.copy_(torch.cat([window[:, 1:], qkv.T], dim=1))
-            return out[None]
+            state, window = cache.states[layer.index], cache.windows[layer.index]
+            history = torch.cat([window, qkv])
+            q, k, v = split_heads(convolve_chain(history, layer.conv), heads)
+            g, beta = gates(a, b, layer.A_log, layer.dt_bias)
+            advance(state, per_value_head(k, heads)[0], v[0], g.exp_()[0, :, None, None], beta[0, :, None])
+            window.copy_(history[1:])
+            return read(state, per_value_head(q, heads)[0])[None]
 
-        result = self._forward(torch.tensor([token]), cache, shape, rule)
+        result = self._forward(torch.tensor([token]), cache, chain_shape(1, self.config.conv_kernel), rule)
         cache.length += 1
         return result
 
     def verify(self, tokens: Tensor, shape: PassShape, cache: TargetCache) -> Pass:
         """Run the nodes of a tree, int64 [Q], on top of the cache without committing any of them."""
-        stash = Stash([], [], [])
+        stashed: list[tuple[DeltaNet, Tensor, Tensor, Tensor]] = []
 
         def rule(layer: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-            stash.qkv.append(qkv)
-            stash.a.append(a)
-            stash.b.append(b)
-            window, state = cache.windows[layer.index], cache.states[layer.index]
-            inputs = self._recurrence(layer, qkv, a, b, window, state, shape)
-            out, _ = tree_gdn_wy(*inputs, shape.parents, mask=shape.mask)
-            return out[0]
+            stashed.append((layer, qkv, a, b))
+            state, window = cache.states[layer.index], cache.windows[layer.index]
+            return self._tree_rule(layer, qkv, a, b, state, window, shape)[0]
 
         result = self._forward(tokens, cache, shape, rule)
-        return Pass(result.hidden, result.features, stash)
+        return Pass(result.hidden, result.features, Stash(stashed))
 
     def commit(self, stash: Stash, path: Tensor, recurrent_path: Tensor, cache: TargetCache) -> None:
         """Make the accepted nodes, int64 [P] root first, part of the cache.
@@ -191,101 +192,99 @@ class Target:
         the unsafe arm) in plain decode's order and arithmetic.
         """
         cache.keep(path)
-        count = torch.tensor([len(recurrent_path)])
-        for layer in (entry.mixer for entry in self.layers):
-            if not isinstance(layer, DeltaNet):
-                continue
-            index = layer.index
-            commit_naive(
-                stash.qkv[index][None],
-                stash.a[index][None],
-                stash.b[index][None],
+        for layer, qkv, a, b in stash.layers:
+            replay(
+                cache.states[layer.index],
+                cache.windows[layer.index],
+                qkv[recurrent_path],
+                a[recurrent_path],
+                b[recurrent_path],
+                layer.conv,
                 layer.A_log,
                 layer.dt_bias,
-                layer.conv,
-                None,
-                cache.windows[index : index + 1],
-                cache.states[index : index + 1],
-                SLOT,
-                recurrent_path[None],
-                count,
-                key_heads=self.config.key_heads,
+                self.heads,
             )
         cache.length += len(path)
 
     def _forward(self, tokens: Tensor, cache: TargetCache, shape: PassShape, rule: DeltaRule) -> Pass:
-        eps = self.config.rms_norm_eps
         cache.reserve(shape.width)
         rotary = self.rotary.at(shape.depths + cache.length)
+        bias = functional.pad(shape.bias, (cache.length, 0)) if shape.width > 1 else None
         x = self.embed(tokens)
         features = []
         for index, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.input_norm, eps)
+            normed = rms_norm(x, layer.input_norm, self.eps)
             if isinstance(layer.mixer, DeltaNet):
-                x = x + self._delta_net(layer.mixer, normed, rule)
+                x = self._add_delta_net(x, layer.mixer, normed, rule)
             else:
-                x = x + self._attention(layer.mixer, normed, cache, shape, rotary)
-            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, eps))
+                x = self._add_attention(x, layer.mixer, normed, cache, rotary, bias)
+            x = layer.mlp.add_to(x, rms_norm(x, layer.mlp_norm, self.eps))
             if index in self.capture:
                 features.append(x)
         captured = torch.cat(features, dim=-1) if features else x[:, :0]
-        return Pass(rms_norm(x, self.norm, eps), captured)
+        return Pass(rms_norm(x, self.norm, self.eps), captured, Stash([]))
 
-    def _delta_net(self, layer: DeltaNet, x: Tensor, rule: DeltaRule) -> Tensor:
-        config = self.config
-        heads = config.value_heads
-        rows = functional.linear(x, layer.in_proj)
+    def _add_delta_net(self, residual: Tensor, layer: DeltaNet, x: Tensor, rule: DeltaRule) -> Tensor:
+        config, heads = self.config, self.config.value_heads
+        rows = torch.mm(x, layer.in_proj)
         qkv, z, b, a = torch.split(rows, [config.conv_dim, config.value_dim, heads, heads], dim=-1)
         out = rule(layer, qkv, a, b)
         gate = functional.silu(z.float()).view(out.shape)
-        normed = rms_norm(out, layer.norm, config.rms_norm_eps).mul_(gate)
-        return functional.linear(normed.to(x.dtype).flatten(1), layer.out)
+        normed = rms_norm(out, layer.norm, self.eps).mul_(gate)
+        return torch.addmm(residual, normed.flatten(1).to(x.dtype), layer.out)
 
-    def _recurrence(
+    def _tree_rule(
         self,
         layer: DeltaNet,
         qkv: Tensor,
         a: Tensor,
         b: Tensor,
-        window: Tensor,
         state: Tensor,
+        window: Tensor,
         shape: PassShape,
-    ) -> Recurrence:
-        """Convolve along the branches and prepare what the recurrence takes."""
-        config = self.config
-        width = qkv.shape[0]
-        mixed = tree_conv_naive(
-            qkv[None], window[None], SLOT, layer.conv, None, shape.parents, index=shape.windows
+        leaf: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs of all rows and, if `leaf` names a row, the state after it; nothing is written."""
+        history = torch.cat([window, qkv])
+        if shape.is_chain:
+            mixed = convolve_chain(history, layer.conv)
+        else:
+            mixed = convolve_tree(history, layer.conv, shape.windows)
+        q, k, v = split_heads(mixed, self.heads)
+        g, beta = gates(a, b, layer.A_log, layer.dt_bias)
+        out, after = tree_gdn_wy(
+            q[None],
+            k[None],
+            v[None],
+            g[None],
+            beta[None],
+            state[None],
+            shape.parents,
+            mask=shape.mask,
+            leaf=leaf,
         )
-        q, k, v = torch.split(mixed, [config.key_dim, config.key_dim, config.value_dim], dim=-1)
-        q, k = (l2_normalise(x.view(1, width, config.key_heads, config.key_head_dim)) for x in (q, k))
-        g, beta = gates(a[None], b[None], layer.A_log, layer.dt_bias)
-        v = v.reshape(1, width, config.value_heads, config.value_head_dim).float()
-        return Recurrence(q * config.key_head_dim**-0.5, k, v, g, beta, state[None])
+        return out[0], None if after is None else after[0]
 
-    def _attention(
-        self, layer: Attention, x: Tensor, cache: TargetCache, shape: PassShape, rotary: Rotary
+    def _add_attention(
+        self,
+        residual: Tensor,
+        layer: Attention,
+        x: Tensor,
+        cache: TargetCache,
+        rotary: Rotary,
+        bias: Tensor | None,
     ) -> Tensor:
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         width, start = x.shape[0], cache.length
-        rows = functional.linear(x, layer.in_proj).view(width, 2 * heads + 2 * kv_heads, dim)
-        qk = rotary.rotate(rms_norm(rows[:, : heads + kv_heads], layer.qk_norm, config.rms_norm_eps))
+        rows = torch.mm(x, layer.in_proj).view(width, 2 * heads + 2 * kv_heads, dim)
+        qk = rotary.rotate(rms_norm(rows[:, : heads + kv_heads], layer.qk_norm, self.eps))
         keys, values = cache.keys[layer.index], cache.values[layer.index]
         keys[:, start : start + width] = qk[:, heads:].transpose(0, 1)
         values[:, start : start + width] = rows[:, heads + kv_heads : heads + 2 * kv_heads].transpose(0, 1)
-        mixed = attend(
-            qk[:, :heads] * dim**-0.5,
-            keys[:, : start + width],
-            values[:, : start + width],
-            _with_prefix(shape, start),
-        )
+        mixed = attend(qk[:, :heads], keys[:, : start + width], values[:, : start + width], bias)
         gate = torch.sigmoid(rows[:, heads + 2 * kv_heads :].flatten(1))
-        return functional.linear(mixed * gate, layer.out)
-
-
-def _with_prefix(shape: PassShape, prefix: int) -> Tensor | None:
-    return functional.pad(shape.bias, (prefix, 0)) if shape.width > 1 else None
+        return torch.addmm(residual, mixed.mul_(gate), layer.out)
 
 
 def _load_layer(weights: Checkpoint, config: TargetConfig, prefix: str, index: int) -> TargetLayer:
@@ -300,13 +299,11 @@ def _load_layer(weights: Checkpoint, config: TargetConfig, prefix: str, index: i
         input_norm=1 + weights.take(name + "input_layernorm.weight", (hidden,), torch.float32),
         mlp_norm=1 + weights.take(name + "post_attention_layernorm.weight", (hidden,), torch.float32),
         mlp=Mlp(
-            gate_up=torch.cat(
-                [
-                    weights.take(name + "mlp.gate_proj.weight", (inner, hidden)),
-                    weights.take(name + "mlp.up_proj.weight", (inner, hidden)),
-                ]
+            gate_up=columns(
+                weights.take(name + "mlp.gate_proj.weight", (inner, hidden)),
+                weights.take(name + "mlp.up_proj.weight", (inner, hidden)),
             ),
-            down=weights.take(name + "mlp.down_proj.weight", (hidden, inner)),
+            down=columns(weights.take(name + "mlp.down_proj.weight", (hidden, inner))),
         ),
     )
 
@@ -315,19 +312,19 @@ def _load_delta_net(weights: Checkpoint, config: TargetConfig, name: str, index:
     hidden, heads, taps = config.hidden_size, config.value_heads, config.conv_kernel
     return DeltaNet(
         index=index,
-        in_proj=torch.cat(
-            [
-                weights.take(name + "in_proj_qkv.weight", (config.conv_dim, hidden)),
-                weights.take(name + "in_proj_z.weight", (config.value_dim, hidden)),
-                weights.take(name + "in_proj_b.weight", (heads, hidden)),
-                weights.take(name + "in_proj_a.weight", (heads, hidden)),
-            ]
+        in_proj=columns(
+            weights.take(name + "in_proj_qkv.weight", (config.conv_dim, hidden)),
+            weights.take(name + "in_proj_z.weight", (config.value_dim, hidden)),
+            weights.take(name + "in_proj_b.weight", (heads, hidden)),
+            weights.take(name + "in_proj_a.weight", (heads, hidden)),
         ),
-        conv=weights.take(name + "conv1d.weight", (config.conv_dim, 1, taps), torch.float32)[:, 0],
+        conv=weights.take(name + "conv1d.weight", (config.conv_dim, 1, taps), torch.float32)[:, 0]
+        .t()
+        .contiguous(),
         A_log=weights.take(name + "A_log", (heads,), torch.float32),
         dt_bias=weights.take(name + "dt_bias", (heads,), torch.float32),
         norm=weights.take(name + "norm.weight", (config.value_head_dim,), torch.float32),
-        out=weights.take(name + "out_proj.weight", (hidden, config.value_dim)),
+        out=columns(weights.take(name + "out_proj.weight", (hidden, config.value_dim))),
     )
 
 
@@ -339,14 +336,12 @@ def _load_attention(weights: Checkpoint, config: TargetConfig, name: str, index:
     k_norm = 1 + weights.take(name + "k_norm.weight", (dim,), torch.float32)
     return Attention(
         index=index,
-        in_proj=torch.cat(
-            [
-                q_gate[:, 0].reshape(heads * dim, hidden),
-                weights.take(name + "k_proj.weight", (kv_heads * dim, hidden)),
-                weights.take(name + "v_proj.weight", (kv_heads * dim, hidden)),
-                q_gate[:, 1].reshape(heads * dim, hidden),
-            ]
+        in_proj=columns(
+            q_gate[:, 0].reshape(heads * dim, hidden),
+            weights.take(name + "k_proj.weight", (kv_heads * dim, hidden)),
+            weights.take(name + "v_proj.weight", (kv_heads * dim, hidden)),
+            q_gate[:, 1].reshape(heads * dim, hidden),
         ),
-        qk_norm=torch.cat([q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)]),
-        out=weights.take(name + "o_proj.weight", (hidden, heads * dim)),
+        qk_norm=torch.cat([(q_norm * dim**-0.5).expand(heads, dim), k_norm.expand(kv_heads, dim)]),
+        out=columns(weights.take(name + "o_proj.weight", (hidden, heads * dim))),
     )
