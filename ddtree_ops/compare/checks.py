@@ -94,9 +94,12 @@ def _stable(measures: Sequence[Measures]) -> bool | None:
 
 
 def _headline_ratio(measures: Sequence[Measures], seed: int) -> dict[str, float | int | None] | None:
-    for item in measures:
-        if item.cell.arm is not Arm.DDTREE or item.cell.budget != HEADLINE_BUDGET or not item.cell.complete:
-            continue
+    trees = [
+        item
+        for item in measures
+        if item.cell.arm is Arm.DDTREE and item.cell.budget == HEADLINE_BUDGET and item.cell.complete
+    ]
+    for item in sorted(trees, key=lambda tree: tree.cell.builder is not Builder.BEST_FIRST):
         chain = baseline_for(item, measures, Arm.DFLASH)
         if chain is None or not chain.cell.complete:
             continue

@@ -33,6 +33,9 @@ def headline(analysis: Analysis) -> Headline:
     """What the run says of ``ddtree`` against ``dflash``, first in the metric that carries over."""
     metrics = list(Metric) if analysis.on_cpu_engine else list(reversed(Metric))
     claims = [text for metric in metrics if (text := _sentence(analysis, metric))]
+    loads = len(analysis.results.loads())
+    if loads > 1:
+        claims += [text for metric in metrics if (text := _over_loads(analysis, metric, loads))]
     wrong = [name for name in failed_checks(analysis.checks) if name != "all_cells_complete"]
     warnings = [f"Checks that failed: {', '.join(wrong)}."] if wrong else []
     if not claims:
@@ -43,11 +46,19 @@ def headline(analysis: Analysis) -> Headline:
 def _sentence(analysis: Analysis, metric: Metric) -> str | None:
     best = next((item for item in analysis.best if item.metric is metric), None)
     if best is not None:
-        return _claim(metric, best.cell, best.answer, best.ratio)
+        return _claim(analysis, metric, best.cell, best.answer, best.ratio)
     for verdict in _of_trees(analysis):
         if verdict.metric is metric and verdict.ratio is not None:
-            return _claim(metric, verdict.cell, verdict.answer, verdict.ratio)
+            return _claim(analysis, metric, verdict.cell, verdict.answer, verdict.ratio)
     return None
+
+
+def _over_loads(analysis: Analysis, metric: Metric, loads: int) -> str | None:
+    answers = [item.answer for item in analysis.best if item.metric is metric]
+    if not answers:
+        return None
+    counts = [f"{answers.count(answer)} {metric.word(answer)}" for answer in Answer if answer in answers]
+    return f"Over {loads} load points, {metric.words} of the best tree against dflash: {', '.join(counts)}."
 
 
 def _of_trees(analysis: Analysis) -> list[Verdict]:
@@ -58,12 +69,14 @@ def _of_trees(analysis: Analysis) -> list[Verdict]:
     ]
 
 
-def _claim(metric: Metric, cell: Cell, answer: Answer, ratio: Interval) -> str:
+def _claim(analysis: Analysis, metric: Metric, cell: Cell, answer: Answer, ratio: Interval) -> str:
     figure = f"{ratio.value:.2f} times"
     if ratio.low is not None and ratio.high is not None:
         details = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}, {cell.label}"
     else:
         details = f"{ratio.n} prompts, {cell.label}"
+    if len(analysis.results.loads()) > 1:
+        details += f" at {cell.load}"
     unit = "tokens per target pass" if metric is Metric.ACCEPT_LENGTH else "tokens per second"
     if answer is Answer.FASTER:
         return f"The tree yields {figure} the {unit} of dflash ({details})."

@@ -127,7 +127,7 @@ def concurrency_picture(analysis: Analysis, temperature: float) -> Picture | Non
 
     def draw(theme: Theme) -> Figure:
         figure, axes = _canvas(
-            theme, "times the tokens per second of dflash", "concurrent requests (log scale)", rows=1
+            theme, "times the tokens per second of dflash", "concurrent requests (log scale)"
         )
         axes.axhline(1.0, color=theme["dflash"], linestyle="--", linewidth=1.2)
         trees = {verdict.cell.label: verdict.cell for verdict in judged}
@@ -167,17 +167,15 @@ def _accept_length_picture(here: Sequence[Measures], analysis: Analysis, suffix:
         return None
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(
-            theme, "tokens per target pass", "budget (tree nodes without the root)", rows=2
-        )
+        figure, axes = _canvas(theme, "tokens per target pass", "budget (tree nodes without the root)")
         _level(axes, theme, _only(here, Arm.AR), Arm.AR, lambda item: item.accept_length)
         _level(axes, theme, _only(here, Arm.DFLASH), Arm.DFLASH, lambda item: item.accept_length)
         _arm_series(axes, theme, trees, Arm.DDTREE, lambda item: item.accept_length, 0.0, "ddtree")
         _arm_series(
-            axes, theme, shadows, Arm.SHADOW, lambda item: item.shadow_estimate, 0.09, "shadow's estimate"
+            axes, theme, shadows, Arm.SHADOW, lambda item: item.shadow_estimate, 0.1, "shadow's estimate"
         )
         _arm_series(
-            axes, theme, unsafe, Arm.UNSAFE, lambda item: item.accept_length, -0.09, "unsafe (wrong output)"
+            axes, theme, unsafe, Arm.UNSAFE, lambda item: item.accept_length, -0.2, "unsafe (wrong output)"
         )
         _budget_axis(axes, [*trees, *shadows, *unsafe])
         axes.set_ylim(bottom=0.9)
@@ -217,7 +215,7 @@ def _ratio_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         figure = Figure(figsize=(WIDTH_IN, height))
         left, right = figure.subplots(1, 2, sharey=True)
         figure.subplots_adjust(
-            left=0.85 / WIDTH_IN,
+            left=_room(labels) / WIDTH_IN,
             right=1 - 0.12 / WIDTH_IN,
             top=1 - 0.36 / height,
             bottom=0.5 / height,
@@ -233,7 +231,11 @@ def _ratio_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         left.set_yticks(range(len(labels)), labels, color=theme["ink"])
         left.set_ylim(len(labels) - 0.4, -0.6)
         figure.text(
-            0.85 / WIDTH_IN, 0.08 / height, "times dflash, same prompts", color=theme["muted"], va="bottom"
+            _room(labels) / WIDTH_IN,
+            0.08 / height,
+            "times dflash, same prompts",
+            color=theme["muted"],
+            va="bottom",
         )
         return figure
 
@@ -255,15 +257,13 @@ def _speed_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         return None
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(
-            theme, "tokens per second and request", "budget (tree nodes without the root)", rows=2
-        )
+        figure, axes = _canvas(theme, "tokens per second and request", "budget (tree nodes without the root)")
         for arm in (Arm.AR, Arm.DFLASH):
             _level(axes, theme, _only(here, arm), arm, lambda item: item.tokens_per_second)
         for arm, shift, label in (
             (Arm.DDTREE, 0.0, "ddtree"),
-            (Arm.SHADOW, 0.09, "shadow"),
-            (Arm.UNSAFE, -0.09, "unsafe (wrong output)"),
+            (Arm.SHADOW, 0.1, "shadow"),
+            (Arm.UNSAFE, -0.2, "unsafe (wrong output)"),
         ):
             mine = _with_budget(timed, arm)
             _arm_series(axes, theme, mine, arm, lambda item: item.tokens_per_second, shift, label)
@@ -295,7 +295,7 @@ def _position_picture(here: Sequence[Measures], analysis: Analysis, suffix: str)
     depth = max(_depth(item.histogram) for item in shown)
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "share of steps", "drafts accepted, at least", rows=2)
+        figure, axes = _canvas(theme, "share of steps", "drafts accepted, at least")
         for item in chain:
             mark = MARKS[Arm.DFLASH]
             _curve(axes, item, depth, theme["dflash"], mark.marker, mark.line, "dflash")
@@ -307,7 +307,7 @@ def _position_picture(here: Sequence[Measures], analysis: Analysis, suffix: str)
         axes.set_ylim(0, 1)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        _legend(figure, theme, columns=3)
+        _legend(figure, theme, columns=3 if all(len(item.cell.label) < 14 for item in shown) else 2)
         return figure
 
     texts = [
@@ -329,8 +329,14 @@ def _stage_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         return None
 
     def draw(theme: Theme) -> Figure:
-        height = 1.05 + 0.235 * len(timed)
-        figure, axes = _canvas(theme, "", "milliseconds per target pass", rows=1, height=height, left=0.85)
+        height = 1.23 + 0.235 * len(timed)
+        figure, axes = _canvas(
+            theme,
+            "",
+            "milliseconds per target pass",
+            height=height,
+            left=_room([item.cell.label for item in timed]),
+        )
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x", color=theme["grid"], linewidth=0.6)
         for stage in STAGES:
@@ -381,7 +387,7 @@ def _parity_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) -
     length = reference.cell.spec.max_tokens
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "share of prompts still equal to ar", "output token", rows=2)
+        figure, axes = _canvas(theme, "share of prompts still equal to ar", "output token")
         labelled = set()
         for item, places in curves:
             arm = item.cell.arm
@@ -450,15 +456,12 @@ def _stage(item: Measures, stage: str) -> float:
 
 
 def _canvas(
-    theme: Theme, ylabel: str, xlabel: str, *, rows: int, height: float = HEIGHT_IN, left: float = 0.48
+    theme: Theme, ylabel: str, xlabel: str, *, height: float = HEIGHT_IN, left: float = 0.48
 ) -> tuple[Figure, Axes]:
-    """One set of axes with room for ``rows`` legend rows; the y axis is named above it, not sideways."""
+    """One set of axes; the y axis is named above it, not sideways. :func:`_legend` makes room on top."""
     figure = Figure(figsize=(WIDTH_IN, height))
     axes = figure.subplots()
-    top = 0.1 + 0.18 * rows + (0.26 if ylabel else 0.06)
-    figure.subplots_adjust(
-        left=left / WIDTH_IN, right=1 - 0.12 / WIDTH_IN, top=1 - top / height, bottom=0.5 / height
-    )
+    figure.subplots_adjust(left=left / WIDTH_IN, right=1 - 0.12 / WIDTH_IN, bottom=0.5 / height)
     _style(axes, theme)
     axes.set_xlabel(xlabel, color=theme["muted"], labelpad=5)
     if ylabel:
@@ -474,6 +477,11 @@ def _canvas(
     return figure, axes
 
 
+def _room(labels: Sequence[str]) -> float:
+    """Inches that row labels need on the left."""
+    return 0.2 + 0.068 * max(len(label) for label in labels)
+
+
 def _style(axes: Axes, theme: Theme) -> None:
     axes.grid(visible=True, axis="y", color=theme["grid"], linewidth=0.6)
     axes.tick_params(colors=theme["muted"], labelcolor=theme["ink"])
@@ -484,14 +492,21 @@ def _style(axes: Axes, theme: Theme) -> None:
 
 
 def _legend(figure: Figure, theme: Theme, columns: int = 3) -> None:
+    """Above the axes, with as many rows as it takes; the figure grows, so that the axes keep their height."""
     axes = figure.axes[0]
     handles, labels = axes.get_legend_handles_labels()
     plain = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
+    rows = math.ceil(len(labels) / columns)
+    width, height = figure.get_size_inches()
+    taller = height + 0.18 * (rows - 2)
+    top = 0.1 + 0.18 * rows + (0.26 if axes.texts else 0.06)
+    figure.set_size_inches(width, taller)
+    figure.subplots_adjust(top=1 - top / taller, bottom=figure.subplotpars.bottom * height / taller)
     figure.legend(
         plain,
         labels,
         loc="upper left",
-        bbox_to_anchor=(0.02, 1 - 0.05 / figure.get_size_inches()[1]),
+        bbox_to_anchor=(0.02, 1 - 0.05 / taller),
         ncols=columns,
         labelcolor=theme["ink"],
         fontsize=8.5,
@@ -539,7 +554,7 @@ def _arm_series(
             continue
         _series(
             axes,
-            [_place(item.cell.budget) + shift + 0.045 * index for item, _ in known],
+            [_place(item.cell.budget) + shift - 0.1 * index for item, _ in known],
             [interval for _, interval in known],
             color=theme[arm.value],
             marker=mark.marker if index == 0 else BUILDER_MARKERS[index - 1],
@@ -624,10 +639,15 @@ def _told_apart(items: Sequence[_HasBudgetT]) -> list[tuple[_HasBudgetT, int, st
     builders = sorted({cell.builder for cell in cells if cell.builder is not None})
     told = []
     for item, cell in zip(items, cells, strict=True):
-        shade = min(budgets.index(cell.budget), len(BUDGET_MARKERS) - 1) if cell.budget is not None else 0
+        shade = _shade(budgets.index(cell.budget), len(budgets)) if cell.budget is not None else 0
         line = ("-", "-.", ":")[builders.index(cell.builder)] if cell.builder is not None else "-"
         told.append((item, shade, line))
     return told
+
+
+def _shade(index: int, count: int) -> int:
+    """Spread the budgets over all shades, so that few of them still differ well."""
+    return round(index * (len(BUDGET_MARKERS) - 1) / (count - 1)) if count > 1 else len(BUDGET_MARKERS) - 1
 
 
 def _budgets_of(budgets: Iterable[int | None]) -> list[int]:

@@ -40,7 +40,7 @@ def write_report(
 ) -> ReportFiles:
     """Write the report of a store's run (default: the latest) into the folder ``out``.
 
-    The same store gives the same bytes. Files of an earlier report are replaced.
+    The same store gives the same bytes. Files of the same name are replaced.
 
     Raises:
         BadInput: the store can't be read, or ``out`` is a file.

@@ -52,6 +52,12 @@ class Metric(StrEnum):
     def words(self) -> str:
         return "tokens per target pass" if self is Metric.ACCEPT_LENGTH else "tokens per second"
 
+    def word(self, answer: Answer) -> str:
+        """An answer in the metric's words: tokens per pass are more or fewer, only seconds make faster."""
+        if self is Metric.ACCEPT_LENGTH:
+            return {Answer.FASTER: "more", Answer.SLOWER: "fewer"}.get(answer, answer.value)
+        return answer.value
+
 
 class Answer(StrEnum):
     FASTER = "faster"

@@ -141,19 +141,15 @@ def _verdict_rows(verdicts: Sequence[Verdict], baseline: Arm) -> list[VerdictRow
 def _chip(verdict: Verdict) -> Chip:
     kinds = {Answer.FASTER: "up", Answer.SLOWER: "down", Answer.CANT_TELL: "even", Answer.NO_VERDICT: "none"}
     answer = verdict.answer
-    return Chip(kinds[answer], ANSWER_MARKS[answer], _word(answer, verdict.metric))
-
-
-def _word(answer: Answer, metric: Metric) -> str:
-    """Tokens per pass are more or fewer; only seconds are faster or slower."""
-    if metric is Metric.ACCEPT_LENGTH:
-        return {Answer.FASTER: "more", Answer.SLOWER: "fewer"}.get(answer, answer.value)
-    return answer.value
+    return Chip(kinds[answer], ANSWER_MARKS[answer], verdict.metric.word(answer))
 
 
 def _reasons(by_metric: dict[Metric, Verdict]) -> str:
     accept, speed = by_metric[Metric.ACCEPT_LENGTH].reason, by_metric[Metric.TOKENS_PER_SECOND].reason
-    return accept if accept == speed else f"passes: {accept}; seconds: {speed}"
+    if accept == speed:
+        return accept
+    accept, speed = accept.removeprefix("interval "), speed.removeprefix("interval ")
+    return f"passes: {accept}; seconds: {speed}"
 
 
 def _best_text(best: BestBudget) -> str:
@@ -161,7 +157,7 @@ def _best_text(best: BestBudget) -> str:
     return (
         f"Best for {best.metric.words}: {best.cell.label} of {len(best.candidates)} trees. Each half of the "
         f"prompts judged with the tree that was best on the other half ({picks}): {interval(best.ratio)} "
-        f"times dflash, {_word(best.answer, best.metric)}."
+        f"times dflash ({best.metric.word(best.answer)})."
     )
 
 
