@@ -1,8 +1,8 @@
 """Gated delta nets on one request: convolution along branches, plain decode step, commit by replay.
 
 The tree form itself is `ddtree_kernels.tree_gdn.tree_gdn_wy`. What stands here computes the same as
-`tree_conv_naive`, `gdn_step` and `commit_naive` of `ddtree_kernels`, but in place and by whole rows, which on
-a CPU is several times faster. Decode and replay share `advance`, so that a committed state is bit for bit what
+`tree_conv_naive`, `gdn_step` and `commit_naive` of `ddtree_kernels`, in place and by whole rows, which on a
+CPU is several times faster. Decode and replay share `advance`: a committed state is bit for bit what
 plain decoding would have made of the same inputs.
 """
 
