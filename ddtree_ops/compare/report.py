@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ddtree_ops.compare.view import build_view
 from ddtree_ops.errors import BadEnvironment, BadInput
 
 TEMPLATES = Path(__file__).parent / "templates"
+COMMANDS = ("ddtree bench sweep sweep.yaml --results results", "ddtree compare report results --out report")
 
 
 @dataclass(frozen=True)
@@ -51,38 +52,29 @@ def write_report(
 
 def report(analysis: Analysis, out: Path, *, title: str | None = None) -> ReportFiles:
     """As :func:`write_report`, of a run that is analysed already."""
-    drawn = {load: pictures(analysis, load) for load in analysis.results.loads()}
-    temperatures = sorted({load.temperature for load in drawn})
-    extra = [picture for t in temperatures if (picture := concurrency_picture(analysis, t)) is not None]
-    tables = {
-        "requests.csv": requests_frame(analysis.results),
-        "cells.csv": cells_csv(analysis),
-        "verdicts.csv": verdicts_csv(analysis),
-    }
-    view = build_view(analysis, title)
-    anchors = {load: item.anchor for load, item in zip(drawn, view["loads"], strict=True)}
-    view |= {
-        "pictures": {
-            anchors[load]: [_inlined(picture) for picture in items] for load, items in drawn.items()
-        },
-        "concurrency_pictures": [_inlined(picture) for picture in extra],
-        "tables": sorted(tables),
-        "css": _css(),
-        "version": __version__,
-        "commands": [
-            "ddtree bench sweep sweep.yaml --results results",
-            "ddtree compare report results --out report",
-        ],
-    }
-    html = _environment().get_template("report.html.j2").render(view)
-    every = [picture for items in drawn.values() for picture in items] + extra
+    page = render(analysis, title=title)
     try:
-        return _write(out, html, every, tables, headline(analysis).text)
+        return _write(analysis, out, page)
     except FileExistsError as error:
         raise BadInput(f"{out}: is a file; give a folder for the report") from error
     except OSError as error:
         full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
         raise BadEnvironment(f"{out}: cannot be written: {full}") from error
+
+
+def render(analysis: Analysis, *, title: str | None = None) -> str:
+    """The page alone, as HTML."""
+    view = build_view(analysis, title)
+    drawn = zip(analysis.results.loads(), view["loads"], strict=True)
+    view |= {
+        "pictures": {item.anchor: [_inlined(p) for p in pictures(analysis, load)] for load, item in drawn},
+        "concurrency_pictures": [_inlined(picture) for picture in _over_concurrency(analysis)],
+        "tables": sorted(TABLES),
+        "css": _css(),
+        "version": __version__,
+        "commands": COMMANDS,
+    }
+    return _environment().get_template("report.html.j2").render(view)
 
 
 def cells_csv(analysis: Analysis) -> pd.DataFrame:
@@ -100,30 +92,39 @@ def verdicts_csv(analysis: Analysis) -> pd.DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(columns))
 
 
-def _write(
-    out: Path, html: str, drawn: Sequence[Picture], tables: dict[str, pd.DataFrame], sentence: str
-) -> ReportFiles:
+#: Files beside the page, and what makes them.
+TABLES: dict[str, Callable[[Analysis], pd.DataFrame]] = {
+    "cells.csv": cells_csv,
+    "requests.csv": lambda analysis: requests_frame(analysis.results),
+    "verdicts.csv": verdicts_csv,
+}
+
+
+def _write(analysis: Analysis, out: Path, page: str) -> ReportFiles:
     out.mkdir(parents=True, exist_ok=True)
-    images = []
-    for picture in drawn:
-        image = out / f"{picture.name}.png"
-        image.write_bytes(picture.png())
-        images.append(image)
-    written = []
-    for name, frame in tables.items():
-        frame.to_csv(out / name, index=False)
-        written.append(out / name)
+    images, tables = [], []
+    every = [picture for load in analysis.results.loads() for picture in pictures(analysis, load)]
+    for picture in every + _over_concurrency(analysis):
+        images.append(out / f"{picture.name}.png")
+        images[-1].write_bytes(picture.png())
+    for name, make in TABLES.items():
+        tables.append(out / name)
+        make(analysis).to_csv(tables[-1], index=False)
     index = out / "index.html"
-    index.write_text(html, encoding="utf-8")
-    return ReportFiles(index, tuple(images), tuple(written), sentence)
+    index.write_text(page, encoding="utf-8")
+    return ReportFiles(index, tuple(images), tuple(tables), headline(analysis).text)
+
+
+def _over_concurrency(analysis: Analysis) -> list[Picture]:
+    temperatures = sorted({load.temperature for load in analysis.results.loads()})
+    drawn = (concurrency_picture(analysis, temperature) for temperature in temperatures)
+    return [picture for picture in drawn if picture is not None]
 
 
 def _inlined(picture: Picture) -> dict[str, Any]:
-    return {**_words(picture), "svg": Markup(picture.svg())}
-
-
-def _words(picture: Picture) -> dict[str, str]:
-    return {"name": picture.name, "title": picture.title, "caption": picture.caption}
+    """For the template; the SVG is ours, so it is not escaped."""
+    words = {"name": picture.name, "title": picture.title, "caption": picture.caption}
+    return {**words, "svg": Markup(picture.svg())}
 
 
 def _css() -> Markup:

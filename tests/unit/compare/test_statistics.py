@@ -24,7 +24,9 @@ def synthetic_prompts(rng: np.random.Generator, prompts: int) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(("prompts", "floor"), [(8, 0.91), (10, 0.92), (40, 0.93)])
-def test_the_interval_of_a_rate_covers_the_truth_about_as_often_as_it_says(prompts: int, floor: float) -> None:
+def test_the_interval_of_a_rate_covers_the_truth_about_as_often_as_it_says(
+    prompts: int, floor: float
+) -> None:
     rng = np.random.default_rng(1)
     truth = 96 / synthetic_prompts(rng, 2_000_000)[1].mean()
     trials = 600
@@ -61,7 +63,9 @@ def test_two_runs_of_one_service_are_seldom_told_apart() -> None:
         difficulty = rng.lognormal(0, 0.4, prompts)
         tokens = np.full(prompts, 96.0)
         first, second = (difficulty * rng.lognormal(0, 0.05, prompts) for _ in range(2))
-        ratio = Bootstrap(prompts, seed=trial, resamples=800).ratio_of_rates((tokens, first), (tokens, second))
+        ratio = Bootstrap(prompts, seed=trial, resamples=800).ratio_of_rates(
+            (tokens, first), (tokens, second)
+        )
         wrong += direction(ratio) is not Direction.CANT_TELL
     assert wrong / trials <= 0.085
 

@@ -1,0 +1,140 @@
+"""summary.json: the promised shape, and checks that can fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddtree_ops.compare.summary import build_summary
+from tests.support.make_store import make_store
+
+
+def cell(summary: dict[str, Any], arm: str, budget: int | None = None) -> dict[str, Any]:
+    found: list[dict[str, Any]] = [c for c in summary["cells"] if (c["arm"], c["budget"]) == (arm, budget)]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def mixed(store: Path) -> dict[str, Any]:
+    return build_summary(store)
+
+
+def test_the_summary_is_json_of_the_promised_shape(mixed: dict[str, Any]) -> None:
+    read = json.loads(json.dumps(mixed, allow_nan=False))
+    assert read["schema"] == 1
+    assert read["seconds"] > 0
+    assert len(read["cells"]) == 11
+    for item in read["cells"]:
+        assert {
+            "arm",
+            "budget",
+            "accept_length",
+            "tokens_per_second",
+            "verify_steps",
+            "completion_tokens",
+        } <= set(item)
+        assert {"mean", "low", "high"} <= set(item["accept_length"])
+        assert {"identical", "near_tie", "different"} <= set(item["parity"])
+        assert {"steps_below_spine", "loops", "empty"} <= set(item["gates"])
+    assert read["environment"]["cores"] == 2
+
+
+def test_accept_length_is_completion_tokens_over_verify_steps(mixed: dict[str, Any]) -> None:
+    tree = cell(mixed, "ddtree", 63)
+    assert tree["accept_length"]["mean"] == pytest.approx(tree["completion_tokens"] / tree["verify_steps"])
+    assert tree["accept_length"]["low"] < tree["accept_length"]["mean"] < tree["accept_length"]["high"]
+
+
+def test_ar_yields_one_token_per_pass_by_definition(mixed: dict[str, Any]) -> None:
+    assert cell(mixed, "ar")["accept_length"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "prompts": 10}
+    assert cell(mixed, "ar")["verify_steps"] is None
+
+
+def test_shadows_estimate_is_kept_apart_from_what_it_accepted(mixed: dict[str, Any]) -> None:
+    shadow = cell(mixed, "shadow", 63)
+    assert shadow["shadow_estimate"]["mean"] > shadow["accept_length"]["mean"]
+    assert shadow["accept_length"] == cell(mixed, "dflash")["accept_length"]
+    assert cell(mixed, "ddtree", 63)["shadow_estimate"] is None
+
+
+def test_a_sound_run_passes_every_check(clean_store: Path) -> None:
+    checks = build_summary(clean_store)["checks"]
+    assert [name for name, value in checks.items() if value is False] == []
+    assert checks["shadow_equals_dflash"] is True
+    assert checks["ddtree_equals_ar"] is True
+    assert checks["unsafe_fails_parity"] is True
+    assert checks["tree_kernels_ran"] is True
+    assert checks["ddtree_near_ties"] == 0
+    assert checks["ddtree63_over_dflash"]["low"] > 1
+
+
+def test_what_a_run_can_not_show_is_null_and_not_true(tmp_path: Path) -> None:
+    checks = build_summary(make_store(tmp_path / "s", arms=("ar", "dflash"), prompts=5))["checks"]
+    assert checks["shadow_equals_dflash"] is None
+    assert checks["ddtree_equals_ar"] is None
+    assert checks["unsafe_fails_parity"] is None
+    assert checks["tree_kernels_ran"] is None
+    assert checks["ddtree63_over_dflash"] is None
+
+
+def test_a_wrong_tree_output_fails_its_check_and_is_in_the_headline(tmp_path: Path) -> None:
+    summary = build_summary(make_store(tmp_path / "s", different={("ddtree", 31): 1}))
+    assert summary["checks"]["ddtree_equals_ar"] is False
+    assert "ddtree_equals_ar" in summary["headline"]
+
+
+def test_a_shadow_output_that_differs_from_dflash_fails_its_check(tmp_path: Path) -> None:
+    summary = build_summary(make_store(tmp_path / "s", near_ties={("shadow", 7): 1}))
+    assert summary["checks"]["shadow_equals_dflash"] is False
+
+
+def test_near_ties_are_counted(mixed: dict[str, Any]) -> None:
+    assert mixed["checks"]["ddtree_near_ties"] == 1
+    assert mixed["checks"]["ddtree_equals_ar"] is True
+    assert cell(mixed, "ddtree", 63)["parity"]["near_tie"] == 1
+
+
+def test_spine_first_without_steps_below_the_spine_passes(tmp_path: Path) -> None:
+    arms = ("ar", "dflash", "ddtree")
+    spine = build_summary(make_store(tmp_path / "a", arms=arms, builder="spine-first"))
+    assert spine["checks"]["spine_first_steps_below_spine_zero"] is True
+    best = build_summary(make_store(tmp_path / "b", arms=arms))
+    assert best["checks"]["spine_first_steps_below_spine_zero"] is None
+    assert cell(best, "ddtree", 63)["gates"]["steps_below_spine"] > 0
+
+
+def test_failed_and_missing_cells_are_not_complete(mixed: dict[str, Any], tmp_path: Path) -> None:
+    assert mixed["checks"]["all_cells_complete"] is False
+    assert cell(mixed, "shadow", 15)["gates"]["failed_requests"] == 5
+    part = build_summary(make_store(tmp_path / "s", arms=("ar", "dflash"), unsealed=[("ar", None)]))
+    assert part["checks"]["all_cells_complete"] is False
+    assert part["missing_cells"] == 1
+
+
+def test_the_note_about_cpu_speed_is_for_the_cpu_engine_only(mixed: dict[str, Any], tmp_path: Path) -> None:
+    assert "not the point" in mixed["note"]
+    gpu = build_summary(make_store(tmp_path / "s", engine="sglang", arms=("ar", "dflash", "ddtree")))
+    assert gpu["note"] is None
+    assert "tokens per second" in gpu["headline"].split(".")[0] + gpu["headline"].split(".")[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gain": 2.0, "prompts": 12}, "The tree yields"),
+        ({"gain": -0.6, "prompts": 12}, "Even the best tree yields fewer tokens per target pass"),
+        ({"arms": ("ar", "dflash")}, "does not compare ddtree with dflash"),
+        (
+            {"invalid": {("dflash", None): "throttled"}},
+            "No verdict on ddtree against dflash: dflash is invalid: throttled",
+        ),
+        ({"gain": 0.0, "prompts": 4}, "can't be told"),
+    ],
+)
+def test_the_headline_says_win_loss_or_cant_tell(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    arms = {"arms": ("ar", "dflash", "ddtree")} | changes
+    assert words in build_summary(make_store(tmp_path / "s", **arms))["headline"]
