@@ -104,9 +104,9 @@ class Output:
             self._json({"event": "error", "message": message, "remedy": remedy, "exit_code": exit_code})
             return
         console = self._console(self.stderr)
-        console.print(f"error: {message}", highlight=False, soft_wrap=True, markup=False, style="bold red")
+        console.print(f"error: {message}", highlight=False, soft_wrap=True, style="bold red")
         if remedy:
-            console.print(f"  try: {remedy}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"  try: {remedy}", highlight=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Advance]:
@@ -152,4 +152,5 @@ class Output:
     def _console(self, stream: TextIO) -> Console:
         from rich.console import Console
 
-        return Console(file=stream)
+        # Text comes from users, files and logs: a bracket in it is a bracket.
+        return Console(file=stream, markup=False, emoji=False)

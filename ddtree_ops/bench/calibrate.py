@@ -92,7 +92,7 @@ def run_calibration(job: CalibrationJob, out: Path, sink: Output) -> dict[str, A
 
 
 def split_prompts(logged: Sequence[Sequence[Step]]) -> tuple[list[Step], list[Step]]:
-    """Steps to fit on and steps to judge on, from different prompts: every third prompt is kept for judging."""
+    """Steps to fit on and steps to judge on: every third prompt is kept for judging."""
     fitted = [step for index, steps in enumerate(logged) if index % JUDGE_EVERY != 2 for step in steps]
     judged = [step for index, steps in enumerate(logged) if index % JUDGE_EVERY == 2 for step in steps]
     return fitted, judged
