@@ -2,8 +2,9 @@
 
 The tree form itself is `ddtree_kernels.tree_gdn.tree_gdn_wy`. What stands here computes the same as
 `tree_conv_naive`, `gdn_step` and `commit_naive` of `ddtree_kernels`, in place and by whole rows, which on a
-CPU is several times faster. Decode and replay share `advance`: a committed state is bit for bit what
-plain decoding would have made of the same inputs.
+CPU is several times faster. A replay calls `decode` itself for every row (operations on several rows at
+once round differently in their last lanes): a committed state is bit for bit what plain decoding makes of the
+same inputs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ class Heads:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys, values."""
         return 2 * self.key_channels + self.values * self.value_dim
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A layer's own part: `conv` float32 [W, C], oldest tap first; `A_log`, `dt_bias` float32 [values]."""
+
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
 
 
 def convolve_chain(history: Tensor, weight: Tensor) -> Tensor:
@@ -70,11 +80,31 @@ def split_heads(mixed: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return qk[:, : heads.keys] * heads.key_dim**-0.5, qk[:, heads.keys :], v
 
 
-def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-    """Move a state past one token, in place.
+def per_value_head(rows: Tensor, heads: Heads) -> Tensor:
+    """[T, keys, dim] -> [T, values, 1, dim]: a key head serves values / keys adjacent value heads."""
+    return rows.repeat_interleave(heads.values // heads.keys, dim=1)[:, :, None]
 
-    state  float32 [values, value_dim, key_dim];  k  [values, 1, key_dim], one row per value head
-    v  [values, value_dim];  decay  [values, 1, 1], exp of the log decay;  beta  [values, 1]
+
+def decode(
+    state: Tensor, window: Tensor, qkv: Tensor, a: Tensor, b: Tensor, weights: Weights, heads: Heads
+) -> Tensor:
+    """Move a layer past one token, in place; its query [values, 1, key_dim] for `read`.
+
+    state  float32 [values, value_dim, key_dim];  window  [W - 1, C]
+    qkv  [1, C], before the convolution;  a, b  [1, values], the gates' inputs
+    """
+    history = torch.cat([window, qkv])
+    q, k, v = split_heads(convolve_chain(history, weights.conv), heads)
+    g, beta = gates(a, b, weights.A_log, weights.dt_bias)
+    window.copy_(history[1:])
+    advance(state, per_value_head(k, heads)[0], v[0], g.exp_()[0, :, None, None], beta[0, :, None])
+    return per_value_head(q, heads)[0]
+
+
+def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
+    """The gated delta rule, in place: decay, forget what the key recalls, write the value.
+
+    k  [values, 1, key_dim];  v  [values, value_dim];  decay  [values, 1, 1];  beta  [values, 1]
     """
     state.mul_(decay)
     remembered = torch.bmm(k, state.transpose(1, 2))[:, 0]
@@ -83,35 +113,14 @@ def advance(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) ->
 
 
 def read(state: Tensor, q: Tensor) -> Tensor:
-    """Output of a token after `advance`: q [values, 1, key_dim] -> [values, value_dim]."""
+    """Output after a token: q [values, 1, key_dim] -> [values, value_dim]."""
     return torch.bmm(q, state.transpose(1, 2))[:, 0]
 
 
-def per_value_head(rows: Tensor, heads: Heads) -> Tensor:
-    """[T, keys, dim] -> [T, values, 1, dim]: a key head serves values / keys adjacent value heads."""
-    return rows.repeat_interleave(heads.values // heads.keys, dim=1)[:, :, None]
-
-
 def replay(
-    state: Tensor,
-    window: Tensor,
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    heads: Heads,
+    state: Tensor, window: Tensor, qkv: Tensor, a: Tensor, b: Tensor, weights: Weights, heads: Heads
 ) -> None:
-    """Move a layer's state and window past the accepted rows one by one, in place.
-
-    state  float32 [values, value_dim, key_dim];  window  [W - 1, C]
-    qkv  [P, C], stashed pre-convolution rows in order;  a, b  [P, values], stashed gate inputs
-    """
-    history = torch.cat([window, qkv])
-    _, k, v = split_heads(convolve_chain(history, weight), heads)
-    g, beta = gates(a, b, A_log, dt_bias)
-    decay, k = g.exp_()[:, :, None, None], per_value_head(k, heads)
+    """Decode the accepted rows, stashed by a verify pass, in place: qkv [P, C], a and b [P, values]."""
     for row in range(qkv.shape[0]):
-        advance(state, k[row], v[row], decay[row], beta[row, :, None])
-    window.copy_(history[-window.shape[0] :])
+        one = slice(row, row + 1)
+        decode(state, window, qkv[one], a[one], b[one], weights, heads)

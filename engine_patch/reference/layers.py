@@ -51,7 +51,7 @@ class Rotary:
         parts = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
         if x.shape[-1] > 2 * half:
             parts.append(x[..., 2 * half :])
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1).to(x.dtype)
 
 
 def columns(*rows: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from ddtree_engine.reference.checkpoint import Checkpoint
 from ddtree_engine.reference.config import LINEAR, TargetConfig, read_target_config
 from ddtree_engine.reference.deltanet import (
     Heads,
-    advance,
+    Weights,
     convolve_chain,
     convolve_tree,
-    per_value_head,
+    decode,
     read,
     replay,
     split_heads,
@@ -34,16 +34,14 @@ IGNORED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net. `in_proj` stacks the columns of q, k, v | z | b | a; `conv` is [W, channels].
+    """A gated delta net. `in_proj` stacks the columns of q, k, v | z | b | a.
 
     `index` counts these layers only, as the caches do.
     """
 
     index: int
     in_proj: Tensor
-    conv: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
+    weights: Weights
     norm: Tensor
     out: Tensor
 
@@ -158,16 +156,10 @@ class Target:
 
     def step(self, token: int, cache: TargetCache) -> Pass:
         """Commit one token: a plain decode step."""
-        heads = self.heads
 
         def rule(layer: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
             state, window = cache.states[layer.index], cache.windows[layer.index]
-            history = torch.cat([window, qkv])
-            q, k, v = split_heads(convolve_chain(history, layer.conv), heads)
-            g, beta = gates(a, b, layer.A_log, layer.dt_bias)
-            advance(state, per_value_head(k, heads)[0], v[0], g.exp_()[0, :, None, None], beta[0, :, None])
-            window.copy_(history[1:])
-            return read(state, per_value_head(q, heads)[0])[None]
+            return read(state, decode(state, window, qkv, a, b, layer.weights, self.heads))[None]
 
         result = self._forward(torch.tensor([token]), cache, chain_shape(1, self.config.conv_kernel), rule)
         cache.length += 1
@@ -199,9 +191,7 @@ class Target:
                 qkv[recurrent_path],
                 a[recurrent_path],
                 b[recurrent_path],
-                layer.conv,
-                layer.A_log,
-                layer.dt_bias,
+                layer.weights,
                 self.heads,
             )
         cache.length += len(path)
@@ -247,11 +237,11 @@ class Target:
         """Outputs of all rows and, if `leaf` names a row, the state after it; nothing is written."""
         history = torch.cat([window, qkv])
         if shape.is_chain:
-            mixed = convolve_chain(history, layer.conv)
+            mixed = convolve_chain(history, layer.weights.conv)
         else:
-            mixed = convolve_tree(history, layer.conv, shape.windows)
+            mixed = convolve_tree(history, layer.weights.conv, shape.windows)
         q, k, v = split_heads(mixed, self.heads)
-        g, beta = gates(a, b, layer.A_log, layer.dt_bias)
+        g, beta = gates(a, b, layer.weights.A_log, layer.weights.dt_bias)
         out, after = tree_gdn_wy(
             q[None],
             k[None],
@@ -318,11 +308,13 @@ def _load_delta_net(weights: Checkpoint, config: TargetConfig, name: str, index:
             weights.take(name + "in_proj_b.weight", (heads, hidden)),
             weights.take(name + "in_proj_a.weight", (heads, hidden)),
         ),
-        conv=weights.take(name + "conv1d.weight", (config.conv_dim, 1, taps), torch.float32)[:, 0]
-        .t()
-        .contiguous(),
-        A_log=weights.take(name + "A_log", (heads,), torch.float32),
-        dt_bias=weights.take(name + "dt_bias", (heads,), torch.float32),
+        weights=Weights(
+            conv=weights.take(name + "conv1d.weight", (config.conv_dim, 1, taps), torch.float32)[:, 0]
+            .t()
+            .contiguous(),
+            A_log=weights.take(name + "A_log", (heads,), torch.float32),
+            dt_bias=weights.take(name + "dt_bias", (heads,), torch.float32),
+        ),
         norm=weights.take(name + "norm.weight", (config.value_head_dim,), torch.float32),
         out=columns(weights.take(name + "out_proj.weight", (hidden, config.value_dim))),
     )
