@@ -32,6 +32,18 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     return reach.bool().expand(batch, width, width)
 
 
+def ancestor_bits_naive(parents: Tensor) -> Tensor:
+    """int32[N, Q, ceil(Q / 32)]: `ancestor_mask` packed, column j in bit j % 32 of word j // 32."""
+    mask = ancestor_mask(parents)
+    batch, width, _ = mask.shape
+    words = (width + 31) // 32
+    padded = torch.zeros(batch, width, words * 32, dtype=torch.int64, device=mask.device)
+    padded[..., :width] = mask
+    place = torch.arange(32, device=mask.device)
+    value = (padded.view(batch, width, words, 32) << place).sum(-1)
+    return torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
+
+
 def depths(parents: Tensor) -> Tensor:
     """int64[N, Q]: edges from the row's root."""
     return ancestor_mask(parents).sum(-1) - 1
