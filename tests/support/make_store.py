@@ -67,6 +67,7 @@ class StorePlan:
     unsealed: Sequence[CellName] = ()
     near_ties: Mapping[CellName, int] = field(default_factory=dict)
     different: Mapping[CellName, int] = field(default_factory=dict)
+    idle_kernels: Sequence[CellName] = ()
     run_id: str = "20260101-000000-test"
 
 
@@ -191,7 +192,7 @@ def _row(plan: StorePlan, spec: CellSpec, prompt: int, repeat: int, order: int) 
         accept_histogram=histogram,
         stages=stages,
         tree_nodes=len(steps) * ((spec.budget or 0) + 1) if tree else None,
-        tree_steps=len(steps) if tree else None,
+        tree_steps=(0 if name in plan.idle_kernels else len(steps)) if tree else None,
         steps_below_spine=(0 if plan.builder == "spine-first" else len(steps) // 20) if tree else None,
         steps_scored=len(steps) if tree else None,
         spine_accept_length=_spine(plan, prompt) if tree else None,
@@ -338,16 +339,17 @@ def _gates(spec: CellSpec, rows: list[RequestRow]) -> list[Gate]:
 
 
 def _failed(row: RequestRow, error: str) -> RequestRow:
-    return RequestRow(
-        prompt_id=row.prompt_id,
-        prompt_index=row.prompt_index,
-        repeat=row.repeat,
-        round=row.round,
-        order=row.order,
-        sent_at=row.sent_at,
-        status=RequestStatus.FAILED,
-        error=error,
-    )
+    """A request that broke off half way: it has tokens, steps and seconds, and none of them may count."""
+    half = len(row.output_ids) // 2
+    changes = {
+        "status": RequestStatus.FAILED,
+        "error": error,
+        "finish_reason": None,
+        "completion_tokens": half,
+        "output_ids": row.output_ids[:half],
+        "e2e_s": (row.e2e_s or 0) * 5,
+    }
+    return row.model_copy(update=changes)
 
 
 def _environment(plan: StorePlan) -> Environment:

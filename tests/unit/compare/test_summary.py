@@ -49,6 +49,20 @@ def test_accept_length_is_completion_tokens_over_verify_steps(mixed: dict[str, A
     assert tree["accept_length"]["low"] < tree["accept_length"]["mean"] < tree["accept_length"]["high"]
 
 
+def test_requests_that_broke_off_count_in_no_figure(mixed: dict[str, Any]) -> None:
+    shadow = cell(mixed, "shadow", 15)
+    assert shadow["completion_tokens"] == 15 * 96
+    assert shadow["accept_length"]["mean"] == pytest.approx(15 * 96 / shadow["verify_steps"])
+    assert shadow["tokens_per_second"] == pytest.approx(
+        cell(mixed, "shadow", 7)["tokens_per_second"], rel=0.2
+    )
+
+
+def test_tree_kernels_that_never_ran_fail_their_check(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "s", arms=("ar", "dflash", "ddtree"), idle_kernels=[("ddtree", 31)])
+    assert build_summary(path)["checks"]["tree_kernels_ran"] is False
+
+
 def test_ar_yields_one_token_per_pass_by_definition(mixed: dict[str, Any]) -> None:
     assert cell(mixed, "ar")["accept_length"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "prompts": 10}
     assert cell(mixed, "ar")["verify_steps"] is None
