@@ -55,8 +55,12 @@ def visit(
     scale: float = 1.0,
     full_page: bool = True,
     script: str | None = None,
+    crop: bool = False,
 ) -> Visit:
-    """Open ``url``, evaluate ``script`` in it and take a picture (PNG). Widths are CSS pixels."""
+    """Open ``url``, evaluate ``script`` in it and take a picture (PNG). Widths are CSS pixels.
+
+    With ``crop`` the script's value is the height of the picture.
+    """
     program = find_chromium()
     if program is None:
         raise FileNotFoundError("chromium is not installed")
@@ -67,7 +71,9 @@ def visit(
             stderr=subprocess.DEVNULL,
         )
         try:
-            return asyncio.run(_visit(Path(profile), url, width, height, dark, scale, full_page, script))
+            return asyncio.run(
+                _visit(Path(profile), url, width, height, dark, scale, full_page, script, crop)
+            )
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,6 +91,7 @@ async def _visit(
     scale: float,
     full_page: bool,
     script: str | None,
+    crop: bool,
 ) -> Visit:
     port = await _port(profile / "DevToolsActivePort")
     async with aiohttp.ClientSession() as session:
@@ -97,6 +104,7 @@ async def _visit(
                 page.seen.value = await page.evaluate(script)
             size = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
             wide, tall = await page.evaluate(size) if full_page else (width, height)
+            tall = page.seen.value if crop else tall
             clip = {"x": 0, "y": 0, "width": wide, "height": tall, "scale": 1}
             shot = await page.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
             page.seen.picture = base64.b64decode(shot["data"])
