@@ -49,7 +49,7 @@ class Surroundings:
 
 def resolve(view: ServerArguments, config: Config, around: Surroundings) -> dict[str, Any]:
     """The fields to write for these arguments. Raises `ArgumentError` naming argument, found and allowed."""
-    _refuse_unsupported(view)
+    refuse_unsupported(view)
     block = _block(view, around)
     if config.mode is Mode.SHADOW:
         return _shadow_fields(view, block, around)
@@ -140,7 +140,8 @@ TREE_RULES = (
 )  # fmt: skip
 
 
-def _refuse_unsupported(view: ServerArguments) -> None:
+def refuse_unsupported(view: ServerArguments) -> None:
+    """Raise `ArgumentError` for arguments that no mode can serve with."""
     _apply(RULES, view)
 
 

@@ -16,10 +16,17 @@ logger = logging.getLogger(__name__)
 
 def register() -> str:
     """Register the algorithm and return the name that it got."""
+    from ddtree_engine.sglang_plugin import arguments
     from ddtree_engine.sglang_plugin.algorithm import DDTreeAlgorithm, worker_class
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     name = FALLBACK_ALGORITHM if ALGORITHM in SpeculativeAlgorithm.__members__ else ALGORITHM
-    SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=DDTreeAlgorithm)(worker_class)
+    SpeculativeAlgorithm.register(
+        name,
+        supports_overlap=True,
+        # Runs before SGLang quietly turns off what an algorithm of its own does not support.
+        validate_server_args=arguments.refuse_unsupported,
+        spec_class=DDTreeAlgorithm,
+    )(worker_class)
     logger.info("%s %s: registered as %s", MARKER, importlib.metadata.version("ddtree"), name)
     return name

@@ -35,10 +35,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-from sglang.srt.speculative.draft_parallel import draft_tp_context
 from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient, default_tree_mask_mode
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import draft_tp_context
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
 
     def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         # Published by the step before, perhaps on another stream.
-        batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
+        if batch.seq_lens.is_cuda:
+            batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         prefix = batch.seq_lens
         requests = len(prefix)
         self.times.mark("start")
