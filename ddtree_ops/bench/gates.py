@@ -14,6 +14,7 @@ from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.results import CellSpec, Gate, GateStatus, Parity, RequestRow, RequestStatus
 
 NEAR_TIE_SHARE = 0.02
+DEFAULT_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Evidence:
     parity      against each reference that the sweep has, at T=0
     references  rows of the `ar` and `dflash` cells of the same block
     complaint   what its server said at the end that differs from what was asked
+    block       F, the drafter's block with its root: a spine has F-1 nodes
     """
 
     spec: CellSpec
@@ -31,6 +33,7 @@ class Evidence:
     parity: Sequence[Parity] = ()
     references: Mapping[Arm, Sequence[RequestRow]] = field(default_factory=dict)
     complaint: str | None = None
+    block: int = DEFAULT_BLOCK
 
     @property
     def good(self) -> list[RequestRow]:
@@ -99,12 +102,15 @@ def _steps_below_spine(evidence: Evidence) -> Gate | None:
     """Steps that accepted less than their own top-1 chain: a bug with spine-first trees, else the builder's
     choice.
     """
-    if not evidence.spec.arm.takes_budget:
+    spec = evidence.spec
+    if not spec.arm.takes_budget or spec.budget is None:
         return None
     below = sum(row.steps_below_spine or 0 for row in evidence.good)
     scored = sum(row.steps_scored or 0 for row in evidence.good)
     detail = f"{below} of {scored} scored steps"
-    if evidence.spec.builder is not Builder.SPINE_FIRST or not evidence.spec.arm.lossless:
+    # A budget below F-1 cuts the spine itself, and what was cut off can't be accepted.
+    holds_spine = spec.builder is Builder.SPINE_FIRST and spec.budget >= evidence.block - 1
+    if not holds_spine or not spec.arm.lossless:
         return Gate(id="steps-below-spine", status=GateStatus.FIGURE, value=below, detail=detail)
     if not scored:
         return Gate(id="steps-below-spine", status=GateStatus.FAIL, value=0, detail="no step was scored")

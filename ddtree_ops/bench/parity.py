@@ -22,6 +22,7 @@ from ddtree_ops.schemas.results import Parity, ParityClass, ParityFinding, Reque
 
 FP32_TIE = 1e-4
 NOISE_FACTOR = 2.0
+NOISE_PLACES = 4
 TOP_LOGPROBS = 4
 SEVERITY = (ParityClass.IDENTICAL, ParityClass.NEAR_TIE, ParityClass.UNKNOWN, ParityClass.DIFFERENT)
 
@@ -98,7 +99,7 @@ class TargetProbe:
             chances = await self._prefill(difference.prompt_id, difference.prefix)
             threshold = FP32_TIE
             if self._dtype != "float32":
-                threshold = NOISE_FACTOR * await self._noise(difference.prompt_id, difference.prefix, chances)
+                threshold = NOISE_FACTOR * await self._noise(difference.prompt_id, difference.prefix)
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):
             return Gap(None, None)
         best = max(chances.values())
@@ -119,21 +120,30 @@ class TargetProbe:
             self._after[prompt_id, prefix] = known
         return known
 
-    async def _noise(self, prompt_id: str, prefix: tuple[int, ...], prefilled: Mapping[int, float]) -> float:
-        """The largest change of a log-probability when the prefix is decoded token by token instead.
+    async def _noise(self, prompt_id: str, prefix: tuple[int, ...]) -> float:
+        """The largest change of a log-probability when a prefix is decoded token by token instead.
 
-        Greedy decoding may leave the prefix; then the last place that both executions share is measured.
+        Measured at the prefix and at the places just before it. Greedy decoding may leave the prefix; then
+        the last places that both executions share count. After the bare prompt there is one execution only,
+        so at least one token is decoded.
         """
-        answer = await self._ask({"input_ids": await self._ids(prompt_id)}, len(prefix) + 1)
-        decoded = answer["output_ids"]
+        answer = await self._ask({"input_ids": await self._ids(prompt_id)}, max(len(prefix), 1) + 1)
+        decoded: list[int] = answer["output_ids"]
         shared = 0
         while shared < min(len(prefix), len(decoded) - 1) and decoded[shared] == prefix[shared]:
             shared += 1
-        if shared < len(prefix):
-            prefilled = await self._prefill(prompt_id, prefix[:shared])
-        other = _top(answer, shared)
+        last = max(shared, 1)
         return max(
-            (abs(prefilled[token] - other[token]) for token in prefilled if token in other), default=0.0
+            [
+                await self._change(prompt_id, tuple(decoded[:place]), _top(answer, place))
+                for place in range(max(last - NOISE_PLACES + 1, 1), last + 1)
+            ]
+        )
+
+    async def _change(self, prompt_id: str, prefix: tuple[int, ...], decoded: Mapping[int, float]) -> float:
+        prefilled = await self._prefill(prompt_id, prefix)
+        return max(
+            (abs(prefilled[token] - decoded[token]) for token in prefilled if token in decoded), default=0.0
         )
 
     async def _ids(self, prompt_id: str) -> list[int]:

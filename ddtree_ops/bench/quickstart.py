@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddtree_ops.bench.dataset import PAIR
 from ddtree_ops.bench.runner import require_good
 from ddtree_ops.bench.sweep import describe, execute, prepare, show_plan
 from ddtree_ops.errors import BadEnvironment, JobFailed
@@ -28,6 +29,7 @@ SIDE_BUDGET = 31
 @dataclass(frozen=True)
 class QuickstartOptions:
     out: Path
+    dataset: str | None = None
     prompts: int | None = None
     max_tokens: int | None = None
     model: Path | None = None
@@ -90,6 +92,7 @@ def quickstart_sweep(options: QuickstartOptions) -> Sweep:
         engine=engine,
         arms=arms,
         budgets=BUDGETS,
+        dataset=options.dataset or PAIR,
         prompts=options.prompts or PROMPTS,
         max_tokens=options.max_tokens or MAX_TOKENS,
     )
@@ -104,12 +107,12 @@ def show_summary(summary: Mapping[str, Any], index: Path, out: Output) -> None:
             "-" if cell["tokens_per_second"] is None else f"{cell['tokens_per_second']:.1f}",
             _parity(cell["parity"]),
             "-" if cell["gates"]["steps_below_spine"] is None else cell["gates"]["steps_below_spine"],
-            cell["state"],
+            "ok" if cell["state"] == "complete" else cell["state"],
         ]
         for cell in summary["cells"]
     ]
-    columns = ["arm", "tokens per target pass", "tokens / s", "same as ar", "below spine", "state"]
-    out.table("Quickstart", columns, rows)
+    columns = ["arm", "tokens / pass", "tok/s", "= ar", "below", "state"]
+    out.table("Tokens per target pass; same output as ar; steps below the top-1 chain", columns, rows)
     for name, value in summary["checks"].items():
         if isinstance(value, bool):
             out.line(f"  {'yes' if value else 'NO '}  {name.replace('_', ' ')}")
@@ -133,13 +136,13 @@ def _name(cell: Mapping[str, Any]) -> str:
     if cell["builder"] not in {None, Builder.BEST_FIRST.value}:
         parts.append(cell["builder"])
     if cell["arm"] == Arm.UNSAFE:
-        parts.append("(wrong on purpose)")
+        parts.append("(wrong)")
     return " ".join(part for part in parts if part)
 
 
 def _interval(interval: Mapping[str, Any] | None) -> str:
     if interval is None:
-        return "1 (by definition)"
+        return "-"
     if interval["low"] is None:
         return f"{interval['mean']:.2f}"
     return f"{interval['mean']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"

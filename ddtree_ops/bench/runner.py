@@ -21,7 +21,7 @@ import aiohttp
 
 from ddtree_ops.bench.client import generate, new_session
 from ddtree_ops.bench.dataset import Prompt
-from ddtree_ops.bench.gates import Evidence, failed, judge
+from ddtree_ops.bench.gates import DEFAULT_BLOCK, Evidence, failed, judge
 from ddtree_ops.bench.interleave import prompt_rounds, rotated
 from ddtree_ops.bench.parity import TargetProbe, compare, first_difference
 from ddtree_ops.bench.plan import WARMUP_TOKENS, Block, Plan, PlannedCell, cell_name
@@ -413,8 +413,10 @@ class SweepRunner:
         }
         for progress in cells:
             parity = await self._parity(progress, references, session)
+            name = progress.cell.service.name
+            width = self._server_info.get(name, {}).get("ddtree", {}).get("block") or DEFAULT_BLOCK
             evidence = Evidence(
-                progress.cell.spec, progress.rows, parity, references, complaints[progress.cell.service.name]
+                progress.cell.spec, progress.rows, parity, references, complaints[name], width
             )
             self._seal(progress, evidence)
 

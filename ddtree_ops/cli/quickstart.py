@@ -23,6 +23,7 @@ It leaves OUT/report/index.html, OUT/summary.json and the results store OUT/resu
 def quickstart(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="Folder for results and report.")] = Path("quickstart"),
+    dataset: common.Dataset = None,
     prompts: common.Prompts = None,
     max_tokens: common.MaxTokens = None,
     model: common.Model = None,
@@ -34,5 +35,5 @@ def quickstart(
     """
     from ddtree_ops.bench.quickstart import QuickstartOptions, run_quickstart
 
-    options = QuickstartOptions(out=out, prompts=prompts, max_tokens=max_tokens, model=model, drafter=drafter)
+    options = QuickstartOptions(out, dataset, prompts, max_tokens, model, drafter)
     run_quickstart(options, common.sink(context), dry_run=dry_run)

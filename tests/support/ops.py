@@ -1,4 +1,4 @@
-"""What tests of the operator's side share: stand-in checkpoints, prompts, sweep files, and commands as real processes."""
+"""What tests of the operator's side share: stand-in checkpoints, prompts, sweep files, and real processes."""
 
 from __future__ import annotations
 

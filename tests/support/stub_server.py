@@ -4,10 +4,10 @@ Run as a real process: ``python stub_server.py --arm ddtree --port N [--fault AR
 be ``*``. The next token is a hash of all tokens before it, so every lossless arm gives the same text;
 candidate tables hold the true token at a random rank, and acceptance comes from real trees over them.
 
-Faults: slow-start:S  never-ready  exit-at-start:CODE  dies-after:N  refuse-after:N (503)  cut:N (the Nth
-stream) hang:N  delay:MS (each step)  no-spec  wrong-topk  args-drift:N  cached:N  diverge:POS  near-tie
+Faults: slow-start:S  never-ready  exit-at-start:CODE  dies-after:N  refuse-after:N[:FILE] (503)  cut:N (the
+Nth stream) hang:N  delay:MS (each step)  no-spec  wrong-topk  args-drift:N  cached:N  diverge:POS  near-tie
 simulate  loop  empty
-incremental  secret  below-spine:N  idle-tree  ignore-sigterm  nondeterministic
+incremental  secret  below-spine:N  idle-tree  no-steps  ignore-sigterm  nondeterministic
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class Stub:
     def number(self, fault: str) -> float | None:
         return float(self.faults[fault]) if fault in self.faults else None
 
+    def refuses_after(self) -> float | None:
+        """`refuse-after:N[:FILE]`: the fault is mended once FILE exists."""
+        limit, _, file = self.faults.get("refuse-after", "").partition(":")
+        return float(limit) if limit and not (file and Path(file).exists()) else None
+
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes(
@@ -116,6 +121,7 @@ class Stub:
                 "budget": options.budget if tree else None,
                 "builder": options.builder if tree else None,
                 "topk": (options.topk + 1 if wrong else options.topk) if tree else None,
+                "block": BLOCK,
                 "dtype": options.dtype,
                 "allow_hybrid_unsafe": options.allow_hybrid_unsafe,
                 "per_request_budget": tree,
@@ -135,7 +141,7 @@ class Stub:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests += 1
-        dies, refuses = self.number("dies-after"), self.number("refuse-after")
+        dies, refuses = self.number("dies-after"), self.refuses_after()
         if dies is not None and self.requests > dies:
             print("CUDA error: an illegal memory access was encountered (scripted)", flush=True)
             os._exit(7)
@@ -275,7 +281,7 @@ class Stub:
                 if rank < topk:
                     ids[depth, rank] = truth
         fall = rng.uniform(1.0, 2.0, (BLOCK - 1, topk)).cumsum(axis=1)
-        return ids, (-0.4 - (fall - fall[:, :1])).astype(np.float32)
+        return ids, (-1.2 - (fall - fall[:, :1])).astype(np.float32)
 
     def figures(self, steps: list[dict[str, Any]], budget: int, custom: dict[str, Any]) -> dict[str, Any]:
         arm, tree = self.options.arm, self.options.arm in {"ddtree", "unsafe"}
@@ -298,7 +304,7 @@ class Stub:
             trees = [step["tree"] for step in steps]
             figures["shadow_accept_length"] = float(np.mean(trees)) + 1
             figures["shadow_histogram"] = np.bincount(trees).tolist()
-        if custom.get("ddtree_return_steps"):
+        if custom.get("ddtree_return_steps") and "no-steps" not in self.faults:
             figures["steps"] = [step["table"] for step in steps]
         return figures
 

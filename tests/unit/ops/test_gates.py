@@ -114,6 +114,9 @@ def test_steps_below_the_spine_fail_spine_first_only() -> None:
     rows = [request_row(n, steps_below_spine=1) for n in range(4)]
     assert failures(evidence(rows)) == []
     assert failures(evidence(rows, spec=cell_spec(builder=Builder.SPINE_FIRST))) == ["steps-below-spine"]
+    cut = cell_spec(builder=Builder.SPINE_FIRST, budget=7)
+    assert status(evidence(rows, spec=cut), "steps-below-spine") is GateStatus.FIGURE
+    assert failures(evidence(rows, spec=cut, block=8)) == ["steps-below-spine"]
     unscored = [request_row(n, steps_scored=0) for n in range(4)]
     assert failures(evidence(unscored, spec=cell_spec(builder=Builder.SPINE_FIRST))) == ["steps-below-spine"]
 

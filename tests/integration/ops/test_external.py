@@ -1,0 +1,100 @@
+"""Sweeps over servers that somebody else runs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from ddtree_ops.schemas.results import CellState
+from ddtree_ops.services.local import free_port
+from tests.integration.ops.conftest import Sweeper
+from tests.support.ops import STUB, write_checkpoint, write_prompts
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Serve]:
+    """Start stub servers by hand; returns their addresses."""
+    running: list[subprocess.Popen[bytes]] = []
+    model, drafter = write_checkpoint(tmp_path / "t"), write_checkpoint(tmp_path / "d", b"draft")
+
+    def start(arm: str, *options: str) -> str:
+        port = free_port()
+        argv = [*STUB, "--arm", arm, "--port", str(port), "--model", str(model), "--drafter", str(drafter)]
+        running.append(subprocess.Popen([*argv, *options], stdout=subprocess.DEVNULL))
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: _answers(url), f"{arm} to answer")
+        return url
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def write_sweep(folder: Path, services: list[dict[str, Any]], **changes: Any) -> Path:
+    write_prompts(folder / "prompts.jsonl", 3)
+    sweep = {
+        "engine": {"kind": "external", "services": services},
+        "arms": sorted({service["arm"] for service in services}),
+        "budgets": [7],
+        "dataset": "prompts.jsonl",
+        "max_tokens": 16,
+        **changes,
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(sweep))
+    return path
+
+
+def test_running_servers_are_measured_and_left_running(
+    tmp_path: Path, sweeper: Sweeper, serve: Serve
+) -> None:
+    ar, tree = serve("ar"), serve("ddtree")
+    path = write_sweep(tmp_path, [{"arm": "ar", "url": ar}, {"arm": "ddtree", "url": tree}], budgets=[7, 15])
+    assert sweeper(path) == 0, sweeper.events[-1]
+    assert {cell.state for cell in sweeper.cells().values()} == {CellState.COMPLETE}
+    assert len(sweeper.cells()) == 3
+    assert _answers(ar)
+    assert _answers(tree)
+    assert sweeper(path) == 0
+    assert len(sweeper.events[-1]["reused"]) == 3
+
+
+def test_a_server_with_other_arguments_has_other_keys(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
+    first = write_sweep(tmp_path, [{"arm": "ddtree", "url": serve("ddtree")}])
+    assert sweeper(first) == 0
+    second = write_sweep(tmp_path, [{"arm": "ddtree", "url": serve("ddtree", "--topk", "8")}])
+    assert sweeper(second) == 0
+    assert sweeper.events[-1]["reused"] == []
+
+
+def test_an_unreachable_server_exits_3(tmp_path: Path, sweeper: Sweeper) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert sweeper(write_sweep(tmp_path, [{"arm": "ar", "url": url}])) == 3
+    assert f"{url}/server_info cannot be reached" in sweeper.error()
+
+
+def test_a_server_of_another_arm_exits_2(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
+    assert sweeper(write_sweep(tmp_path, [{"arm": "dflash", "url": serve("ar")}])) == 2
+    assert "serves arm 'ar', not 'dflash'" in sweeper.error()
+
+
+def test_a_server_with_another_budget_is_refused(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
+    url = serve("ddtree", "--budget", "15")
+    assert sweeper(write_sweep(tmp_path, [{"arm": "ddtree", "budget": 7, "url": url}])) == 1
+    assert "ddtree.budget: found 15, asked for 7" in sweeper.error()
