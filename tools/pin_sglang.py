@@ -18,6 +18,7 @@ RELEASE = "0.5.23"
 
 # Hooked, subclassed, called or relied on. `module:Qualified.name`, without arguments.
 NAMES = """
+
 sglang.srt.plugins:load_plugins
 sglang.srt.plugins.hook_registry:HookRegistry
 sglang.srt.arg_groups.overrides:record_foreign_defaults
@@ -74,7 +75,7 @@ sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent:fused_sigmoid
 sglang.kernels.ops.speculative.spec_tree:verify_tree_greedy_func
 sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_uniform_func
 sglang.kernels.ops.speculative.eagle:prepare_verify_commit_outputs
-""".split()
+""".split()  # noqa: SIM905 - one name a line reads and diffs better
 
 
 def main() -> int:

@@ -23,6 +23,8 @@ DEFAULT_BLOCK = 16
 TREE_ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer")
 # Of the card, when --mem-fraction-static is not resolved yet.
 STATIC_FRACTION = 0.85
+# Of what the weights leave, kept for the KV cache and the requests' own states.
+CACHE_SHARE = 1 / 8
 
 
 class ServerArguments(Protocol):
@@ -204,7 +206,7 @@ def _running(view: ServerArguments, width: int, around: Surroundings) -> int:
     if not around.node_bytes or not around.card_bytes:
         return DEFAULT_RUNNING if asked is None else asked
     fraction = view.mem_fraction_static or STATIC_FRACTION
-    room = max(0, int(around.card_bytes * fraction) - around.weight_bytes)
+    room = max(0, int((around.card_bytes * fraction - around.weight_bytes) * (1 - CACHE_SHARE)))
     if asked is None:
         asked = max(1, memory.fitting_running(around.node_bytes, width, room, DEFAULT_RUNNING))
     memory.check_fits(around.node_bytes, width, asked, room)

@@ -112,8 +112,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         ]
         if heads:
             raise ArgumentError(
-                f"--speculative-draft-model-path: found a drafter with a {' and a '.join(heads)} head, allowed "
-                "is a plain DFlash drafter: tree scores multiply per-position probabilities"
+                f"--speculative-draft-model-path: found a drafter with a {' and a '.join(heads)} head, "
+                "allowed is a plain DFlash drafter: tree scores multiply per-position probabilities"
             )
         if drafter.output_multiplier != 1.0 or drafter.final_logit_softcapping is not None:
             raise ArgumentError(
