@@ -21,11 +21,11 @@ from ddtree_ops.output import Output, OutputMode
 EPILOG = """
 [bold]Examples[/bold]
 
-ddtree quickstart                              the whole job on this machine, in about three minutes
+ddtree quickstart
 
-ddtree bench sweep sweep.yaml --dry-run        what a sweep would measure, and for how long
+ddtree bench sweep sweep.yaml --dry-run
 
-ddtree compare report results                  one HTML page with verdicts
+ddtree compare report results
 
 Exit codes: 0 done, 1 the job failed, 2 the input is wrong, 3 the environment is, 130 stopped by Ctrl-C.
 DDTREE_DEBUG=1 shows tracebacks. --json and --quiet may stand anywhere on the line.

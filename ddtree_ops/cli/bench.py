@@ -16,13 +16,14 @@ RESULTS = Path("ddtree-results")
 SWEEP_EPILOG = """
 [bold]Examples[/bold]
 
-ddtree bench sweep                                  ar, dflash, shadow and ddtree on the shipped pair
+ddtree bench sweep
 
-ddtree bench sweep sweep.yaml --dry-run             its cells, argv and duration
+ddtree bench sweep sweep.yaml --dry-run
 
 ddtree bench sweep sweep.yaml --arm ar,ddtree --budget 15,31 --results results
 
-Sealed cells are skipped: the same command goes on after Ctrl-C. See docs/sweeps.md.
+The first is a laptop's sweep: ar, dflash, shadow and ddtree on the shipped pair.
+Sealed cells are skipped: the same command goes on after Ctrl-C. More in docs/sweeps.md.
 """
 RUN_EPILOG = """
 [bold]Examples[/bold]
