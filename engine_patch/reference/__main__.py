@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddtree_engine.reference import pair_path
+from ddtree_engine.reference.config import (
+    DrafterConfig,
+    TargetConfig,
+    read_drafter_config,
+    read_target_config,
+)
 from ddtree_engine.reference.errors import EngineError, EnvironmentFault, InputError
+from ddtree_engine.tree import Calibration, TreeInputError, load_calibration
 
 ARMS = ("ar", "dflash", "shadow", "ddtree", "unsafe")
 BUILDERS = ("best-first", "spine-first", "calibrated")
-MAX_BUDGET, MAX_TOPK = 127, 64
+MAX_BUDGET, MAX_TOPK, DEFAULT_CONTEXT = 127, 64, 8192
 
 log = logging.getLogger("ddtree_engine.reference")
 
@@ -102,7 +109,12 @@ def _log_to(path: Path | None) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    # The port is taken before the slow work, so that a clash shows at once.
+    # Everything that can be wrong cheaply comes before torch's import.
+    model, drafter = options.model or pair_path() / "target", options.drafter or pair_path() / "drafter"
+    target_config = read_target_config(model)
+    drafter_config = None if options.arm == "ar" else read_drafter_config(drafter, target_config)
+    context_length = _context_length(options.context_length, target_config)
+    calibration = _calibration(options.calibration, drafter_config, options.topk)
     listener = _bind(options.host, options.port)
     try:
         import torch
@@ -118,18 +130,42 @@ def _serve(options: argparse.Namespace) -> int:
         budget=options.budget,
         builder=options.builder,
         topk=options.topk,
-        calibration=options.calibration,
+        calibration=calibration,
         dtype=options.dtype,
-        model=options.model or pair_path() / "target",
-        drafter=options.drafter or pair_path() / "drafter",
+        model=model,
+        drafter=drafter,
         max_running=options.max_running,
         max_queue=options.max_queue,
-        context_length=options.context_length,
+        context_length=context_length,
         threads=options.threads,
         drain_seconds=options.drain_seconds,
         served_model_name=options.served_model_name,
         allow_hybrid_unsafe=options.allow_hybrid_unsafe,
     )
+
+
+def _context_length(asked: int | None, config: TargetConfig) -> int:
+    if asked is not None and asked > config.max_positions:
+        raise InputError(
+            f"--context-length: found {asked}, allowed is at most the model's {config.max_positions}"
+        )
+    return asked or min(config.max_positions, DEFAULT_CONTEXT)
+
+
+def _calibration(path: Path | None, config: DrafterConfig | None, topk: int) -> Calibration | None:
+    """Read a calibration and let one for another block or topk fail now, not at the first request."""
+    if path is None:
+        return None
+    try:
+        fitted = load_calibration(path)
+    except TreeInputError as error:
+        raise InputError(f"--calibration: {error}") from error
+    if config is not None and (fitted.block != config.block_size or fitted.topk < topk):
+        raise InputError(
+            f"--calibration: {path}: found block {fitted.block} and topk {fitted.topk}, "
+            f"allowed is block {config.block_size} and topk {topk} or more"
+        )
+    return fitted
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -115,19 +115,19 @@ class Engine:
         model: Path,
         drafter: Path | None,
         *,
-        context_length: int | None = None,
+        context_length: int,
         topk: int = 16,
         calibration: Calibration | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Engine:
         """Read both checkpoints. Raises `InputError` naming what doesn't fit."""
-        positions = context_length or DEFAULT_CONTEXT
-        target = Target.load(model, dtype, positions + SLACK)
+        positions = context_length + SLACK
+        target = Target.load(model, dtype, positions)
         loaded = None
         if arm.drafts:
             if drafter is None:
                 raise InputError(f"arm {arm.value!r} needs a drafter")
-            loaded = Drafter.load(drafter, target.config, dtype, positions + SLACK)
+            loaded = Drafter.load(drafter, target.config, dtype, positions)
         return cls(arm, target, loaded, topk=topk, calibration=calibration, dtype=dtype)
 
     def start(self, request: GenerateRequest) -> RunningRequest:
@@ -278,9 +278,6 @@ class Engine:
             for row, names in zip(values.tolist(), ids.tolist(), strict=True)
         ]
         return [TokenLogprobs(value, top) for value, top in zip(chosen, tops, strict=True)]
-
-
-DEFAULT_CONTEXT = 8192
 
 
 @contextmanager

@@ -17,15 +17,13 @@ import torch
 import uvicorn
 from ddtree_engine.reference.answers import Answers
 from ddtree_engine.reference.checkpoint import fingerprint
-from ddtree_engine.reference.config import read_target_config
-from ddtree_engine.reference.engine import DEFAULT_CONTEXT, Arm, Engine
-from ddtree_engine.reference.errors import InputError
+from ddtree_engine.reference.engine import Arm, Engine
 from ddtree_engine.reference.metrics import Metrics
 from ddtree_engine.reference.requests import Limits
 from ddtree_engine.reference.scheduler import Scheduler
 from ddtree_engine.reference.server import Service
 from ddtree_engine.reference.text import TextCodec
-from ddtree_engine.tree import Builder, Calibration, TreeInputError, load_calibration
+from ddtree_engine.tree import Builder, Calibration
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,13 +36,13 @@ def serve(
     budget: int,
     builder: str,
     topk: int,
-    calibration: Path | None,
+    calibration: Calibration | None,
     dtype: str,
     model: Path,
     drafter: Path,
     max_running: int,
     max_queue: int,
-    context_length: int | None,
+    context_length: int,
     threads: int,
     drain_seconds: float,
     served_model_name: str | None,
@@ -56,26 +54,29 @@ def serve(
     """
     started = time.monotonic()
     kind = Arm(arm)
-    context = _context(model, context_length)
-    fitted = _calibration(calibration)
     engine = Engine.load(
-        kind, model, drafter, context_length=context, topk=topk, calibration=fitted, dtype=DTYPES[dtype]
+        kind,
+        model,
+        drafter,
+        context_length=context_length,
+        topk=topk,
+        calibration=calibration,
+        dtype=DTYPES[dtype],
     )
     block = engine.drafter.config.block_size if engine.drafter else None
-    _check_calibration(fitted, block, topk)
     codec = TextCodec.load(model)
     name = served_model_name or model.resolve().name
     eos = frozenset(engine.target.config.eos_token_ids) | (
         {codec.eos_id} if codec.eos_id is not None else set()
     )
     limits = Limits(
-        context_length=context,
+        context_length=context_length,
         vocab_size=engine.target.config.vocab_size,
         arm=kind.value,
         per_request=kind.builds_tree,
         default_budget=budget if kind.builds_tree else None,
         default_builder=Builder(builder) if kind.builds_tree else None,
-        calibrated=fitted is not None,
+        calibrated=calibration is not None,
         eos_ids=eos,
     )
     info: dict[str, Any] = {
@@ -84,7 +85,7 @@ def serve(
         "tokenizer_path": str(model),
         "served_model_name": name,
         "arm": kind.value,
-        "context_length": context,
+        "context_length": context_length,
         "max_running_requests": max_running,
         "max_queued_requests": max_queue,
         "dtype": dtype,
@@ -157,34 +158,6 @@ async def _run(service: Service, scheduler: Scheduler, listener: socket.socket, 
         server.should_exit = True
     await serving
     asked.cancel()
-
-
-def _context(model: Path, asked: int | None) -> int:
-    most = read_target_config(model).max_positions
-    if asked is not None and asked > most:
-        raise InputError(f"--context-length: found {asked}, allowed is at most the model's {most}")
-    return asked or min(most, DEFAULT_CONTEXT)
-
-
-def _calibration(path: Path | None) -> Calibration | None:
-    if path is None:
-        return None
-    try:
-        return load_calibration(path)
-    except TreeInputError as error:
-        raise InputError(f"--calibration: {error}") from error
-
-
-def _check_calibration(fitted: Calibration | None, block: int | None, topk: int) -> None:
-    """Let a calibration for another block or topk fail at start, not at the first request."""
-    if fitted is None or block is None:
-        return
-    depths, ranks = len(fitted.on.depth), len(fitted.on.rank)
-    if depths != block - 1 or ranks < topk:
-        raise InputError(
-            f"--calibration: found depth {depths} and rank {ranks}, "
-            f"allowed is depth {block - 1} and rank >= {topk}"
-        )
 
 
 def _version() -> str:

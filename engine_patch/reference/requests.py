@@ -90,7 +90,7 @@ def parse_request(
     """Check a request's parameters. Raises `RequestError` naming field, found and allowed."""
     read = _Fields(params, "sampling_params")
     read.known_only()
-    custom = read.value("custom_params", None) or {}
+    custom = read.value("custom_params", {})
     if not isinstance(custom, Mapping):
         raise read.wrong("custom_params", custom, "an object")
     budget, builder, return_steps = _custom(custom, limits)

@@ -98,7 +98,8 @@ class Service:
         """POST /generate."""
         body = await _body(http)
         _refuse(body, REFUSED_GENERATE)
-        params = body.get("sampling_params") or {}
+        params = body.get("sampling_params")
+        params = {} if params is None else params
         if not isinstance(params, dict):
             raise RequestError(
                 f"sampling_params: found {type(params).__name__}, allowed is an object", "sampling_params"

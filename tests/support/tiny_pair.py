@@ -17,7 +17,8 @@ from torch import Tensor
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 EOS_ID, MASK_ID = 2, 3
-HIDDEN, LAYERS, BLOCK, POPULAR = 32, 4, 8, 6
+HIDDEN, LAYERS, BLOCK, POPULAR = 32, 4, 8, "aeinst"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -25,7 +26,7 @@ TEMPLATE = (
 
 
 def write_pair(
-    folder: Path, *, seed: int = 2, tied: bool = False, prefix: str = "model.language_model.", window: int = 6
+    folder: Path, *, seed: int = 7, tied: bool = False, prefix: str = "model.language_model.", window: int = 6
 ) -> Path:
     """Write `folder`/target and `folder`/drafter; returns `folder`."""
     make = torch.Generator().manual_seed(seed)
@@ -39,8 +40,7 @@ def write_pair(
 def write_tokenizer(folder: Path) -> None:
     """Bytes and four special tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: index for index, token in enumerate(SPECIAL + alphabet)}
+    ids = {token: index for index, token in enumerate(SPECIAL + ALPHABET)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +94,7 @@ def write_target(folder: Path, make: torch.Generator, vocabulary: int, tied: boo
         return torch.randn(*shape, generator=make) * scale
 
     popular = torch.full((vocabulary, 1), 0.25)
-    popular[len(SPECIAL) + torch.randperm(256, generator=make)[:POPULAR]] = 1.6
+    popular[[len(SPECIAL) + ALPHABET.index(letter) for letter in POPULAR]] = 1.6
     popular[: len(SPECIAL)] = 0.05
     tensors: dict[str, Tensor] = {
         prefix + "embed_tokens.weight": normal(vocabulary, HIDDEN, scale=1.0) * popular
