@@ -17,10 +17,15 @@ from ddtree_ops.schemas.arms import Arm
 
 @dataclass(frozen=True)
 class ShadowBias:
-    """Shadow's estimate of a tree's accept length over what ``ddtree`` measured at that budget."""
+    """Shadow's estimate over what ``ddtree`` measured at that budget, like for like.
+
+    Both are the mean of accepted drafts + 1 over steps, by histogram: unlike an accept length, that holds no
+    token of the prefill and does not cut the last step at the request's end.
+    """
 
     shadow: Measures
     tree: Measures
+    measured: Interval
     ratio: Interval
 
 
@@ -48,12 +53,12 @@ def shadow_biases(measures: Sequence[Measures], *, seed: int = 0) -> list[Shadow
             continue
         ours, theirs = by_prompt(shadow.frame), by_prompt(tree.frame)
         common = ours.index.intersection(theirs.index)
-        ratio = Bootstrap(len(common), seed=seed).ratio_of_rates(
-            _rate(ours.loc[common], "shadow_tokens", "shadow_steps"),
-            _rate(theirs.loc[common], "completion_tokens", "target_steps"),
-        )
-        if ratio is not None:
-            biases.append(ShadowBias(shadow, tree, ratio))
+        estimated = _rate(ours.loc[common], "shadow_tokens", "shadow_steps")
+        counted = _rate(theirs.loc[common], "step_tokens", "counted_steps")
+        bootstrap = Bootstrap(len(common), seed=seed)
+        ratio, measured = bootstrap.ratio_of_rates(estimated, counted), bootstrap.ratio_of_sums(*counted)
+        if ratio is not None and measured is not None:
+            biases.append(ShadowBias(shadow, tree, measured, ratio))
     return biases
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -19,6 +20,8 @@ SUMMED = (
     "shadow_steps",
     "spine_tokens",
     "steps_scored",
+    "step_tokens",
+    "counted_steps",
 )
 
 
@@ -46,18 +49,24 @@ def target_steps(arm: Arm, row: RequestRow) -> int | None:
     return row.completion_tokens if arm is Arm.AR else row.verify_steps
 
 
+def step_counts(histogram: Sequence[int]) -> tuple[int, int] | None:
+    """Accepted drafts plus a bonus token for each step, summed, and the steps; None without steps."""
+    steps = sum(histogram)
+    return (sum((drafts + 1) * count for drafts, count in enumerate(histogram)), steps) if steps else None
+
+
 def shadow_counts(row: RequestRow) -> tuple[float, int] | None:
     """Tokens that the logged trees would have accepted, bonus included, and the steps they were scored on."""
-    steps = sum(row.shadow_histogram)
-    if steps:
-        return float(sum((drafts + 1) * count for drafts, count in enumerate(row.shadow_histogram))), steps
+    counts = step_counts(row.shadow_histogram)
+    if counts is not None:
+        return counts
     if row.shadow_accept_length is None or not row.verify_steps:
         return None
     return row.shadow_accept_length * row.verify_steps, row.verify_steps
 
 
 def _request(cell: Cell, row: RequestRow) -> dict[str, Any]:
-    spec, stages, shadow = cell.spec, row.stages, shadow_counts(row)
+    spec, stages, shadow, steps = cell.spec, row.stages, shadow_counts(row), step_counts(row.accept_histogram)
     spine = row.spine_accept_length
     return {
         "cell": cell.record.key[:16],
@@ -99,6 +108,8 @@ def _request(cell: Cell, row: RequestRow) -> dict[str, Any]:
         "spine_tokens": spine * row.steps_scored if spine is not None and row.steps_scored else None,
         "shadow_tokens": shadow[0] if shadow else None,
         "shadow_steps": shadow[1] if shadow else None,
+        "step_tokens": steps[0] if steps else None,
+        "counted_steps": steps[1] if steps else None,
         "loop": row.loop,
         "empty": row.empty,
     }

@@ -206,15 +206,15 @@ def _quality_table(here: Sequence[Measures]) -> Table:
         )
     columns = (
         "arm",
-        "identical to ar",
+        "same as ar",
         "near-tie",
         "different",
         "unknown",
-        "identical to dflash",
+        "same as dflash",
         "loops",
         "empty",
         "unstable",
-        "steps below spine",
+        "below spine",
         "tree steps",
     )
     return Table("Greedy parity by prompt, and quality counters", columns, tuple(rows))
@@ -268,14 +268,14 @@ def _shadow_table(biases: Sequence[ShadowBias]) -> Table:
         (
             str(bias.shadow.cell.budget),
             interval(bias.shadow.shadow_estimate),
-            interval(bias.tree.accept_length),
+            interval(bias.measured),
             interval(bias.ratio),
             f"{100 * (bias.ratio.value - 1):+.1f} %",
         )
         for bias in biases
     )
     columns = ("budget", "shadow's estimate", "ddtree measured", "estimate / measured", "bias")
-    return Table("Shadow's estimate of accept length, calibrated against ddtree", columns, rows)
+    return Table("Accepted drafts + 1 in a step: shadow's estimate and what ddtree did", columns, rows)
 
 
 def _stage_table(here: Sequence[Measures]) -> Table | None:
@@ -337,11 +337,11 @@ def _unsafe_table(leaky: Sequence[Leak]) -> Table:
     )
     columns = (
         "budget",
-        "prompts with wrong output",
-        "median first wrong token",
-        "requests in a loop",
-        "accept length, times ddtree",
-        "time per pass, times ddtree",
+        "wrong outputs",
+        "first wrong token (median)",
+        "loops",
+        "accept length / ddtree",
+        "time per pass / ddtree",
     )
     return Table("unsafe beside ddtree at its budget (wrong output, no verdict)", columns, rows)
 
@@ -357,7 +357,7 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("builder", ", ".join(builder.value for builder in analysis.results.builders()) or DASH),
         ("engine", f"{spec.engine} {spec.engine_version}, {spec.dtype}"),
     ]
-    facts.append(("run", f"{run.run_id}, {run.started}"))
+    facts.append(("run", f"{run.run_id}, {_minute(run.started)}"))
     facts.append(("took", f"{run.seconds:.0f} s" if run.seconds is not None else "not finished"))
     return facts
 
@@ -454,6 +454,11 @@ def _milliseconds(quantiles: Quantiles | None) -> tuple[str, str, str]:
     return median, p90, largest
 
 
+def _minute(stamp: str) -> str:
+    """An ISO 8601 time in UTC, to the minute."""
+    return f"{stamp[:16].replace('T', ' ')} UTC"
+
+
 def _count(value: int | None) -> str:
     return DASH if value is None else f"{value:,}"
 
@@ -465,7 +470,7 @@ def _out_of(part: int, whole: int) -> str:
 def _share(part: int | None, whole: int | None) -> str:
     if part is None or not whole:
         return DASH
-    return f"{part} of {whole} ({100 * part / whole:.1f} %)"
+    return f"{part} ({100 * part / whole:.1f} %)"
 
 
 def _tokens(finding: ParityFinding) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,15 @@ def test_the_dark_scheme_is_dark(url: str) -> None:
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_no_two_labels_of_a_picture_overlap(url: str, width: int) -> None:
     assert look(url, OVERLAPS, width=width).value == []
+
+
+def test_the_readmes_picture_is_taken_in_both_schemes(url: str, tmp_path: Path) -> None:
+    folder = Path(url.removeprefix("file://")).parent
+    tool = Path(__file__).parents[3] / "tools" / "report_picture.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), str(folder), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    light, dark = ((tmp_path / f"report-{scheme}.png").read_bytes() for scheme in ("light", "dark"))
+    assert light != dark
+    assert len(light) < 500_000
