@@ -1,0 +1,102 @@
+"""The GPU plan's command lines, through SGLang's resolution: it runs once, on a lent host."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+PLAN = Path(__file__).parents[3] / "tools" / "gpu" / "engine_plan.py"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    spec = importlib.util.spec_from_file_location("engine_plan", PLAN)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["engine_plan"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def context(plan, pair, tmp_path):
+    options = argparse.Namespace(pair=pair["target"].parent, out=tmp_path, minutes=1)
+    return plan.Context(options, site=tmp_path)
+
+
+def resolve(argv, plugin):
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.server_args import prepare_server_args
+
+    assert argv[1:3] == ["-m", "sglang.launch_server"]
+    record = prepare_server_args([*argv[3:], "--skip-tokenizer-init", "--load-format", "dummy"])
+    record.resolve_once()
+    record.check_server_args()
+    return resolved_view(record)
+
+
+KINDS = """
+ar dflash shadow chain tree16-eager tree8 tree64 tree32-log tree32-cached tree32-pages tree32-grammar unsafe32
+tree64-check tree32-native-move tree32-tp2
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_arm_resolves_to_what_it_says(name, plan, context, plugin, monkeypatch):
+    arm = plan.ARMS[name]
+    environment = context.environment(arm, name)
+    if "SGLANG_DDTREE_CONFIG" in environment:
+        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", environment["SGLANG_DDTREE_CONFIG"])
+    view = resolve(plan.argv_of(context, arm, 30000), plugin)
+    assert view.max_running_requests == 8
+    assert not view.disable_overlap_schedule
+    if arm.width is not None:
+        assert view.speculative_num_draft_tokens == arm.width
+        assert view.speculative_dflash_block_size == plan.BLOCK
+    assert view.disable_cuda_graph == ("--disable-cuda-graph" in arm.flags)
+    assert view.disable_radix_cache == ("--disable-radix-cache" in arm.flags)
+    if not view.disable_radix_cache:
+        assert view.mamba_radix_cache_strategy == "extra_buffer"
+
+
+@pytest.mark.parametrize("name", ["step-ar", "step-dflash", "step-tree8", "step-tree64"])
+def test_the_27b_shapes_resolve(name, plan, tmp_path, plugin, monkeypatch):
+    arm = plan.step_arm(name)
+    if arm.config is not None:
+        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
+    folder = plan.write_step_checkpoints(tmp_path)
+    argv = list(plan.step_argv(folder, arm, 30000))
+    view = resolve([part for part in argv if part not in ("--skip-tokenizer-init",)], plugin)
+    assert view.max_running_requests == 2
+
+
+def test_stages_name_arms_and_workloads_that_exist(plan):
+    for stage, arms_of_stage in plan.STAGES.items():
+        for arm, workloads in arms_of_stage.items():
+            assert arm in plan.ARMS, (stage, arm)
+            assert set(workloads) <= set(plan.WORKLOADS), (stage, arm)
+    work = plan.plan_of(["a", "b", "d"])
+    assert work["dflash"] == ["greedy"]
+    assert next(iter(plan.plan_of(["d"]))) == "ar"
+
+
+def test_the_plugins_metadata_is_found_as_an_installed_package_is(plan, tmp_path):
+    import subprocess
+
+    plan.install_plugin(tmp_path)
+    code = (
+        "import importlib.metadata as m\n"
+        "(point,) = m.entry_points(group='sglang.srt.plugins', name='ddtree')\n"
+        "print(point.value, m.version('ddtree'))\n"
+        "import ddtree_engine.sglang_plugin.config\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stdout.split()[-1:] == ["0.1.0"], answer.stderr
+    assert "register:register" in answer.stdout
