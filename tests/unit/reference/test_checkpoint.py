@@ -162,9 +162,10 @@ def test_missing_folders_and_files_are_named(tiny, tmp_path, copy):
 
 
 def test_an_index_must_stay_in_its_folder(copy):
-    index = {"weight_map": {"a": "../../secret.safetensors"}}
+    shutil.copy(copy / "target" / "model.safetensors", copy / "secret.safetensors")
+    index = {"weight_map": {"a": "../secret.safetensors"}}
     (copy / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(load_target, copy, "weight_map", "../../secret.safetensors")
+    refused(load_target, copy, "weight_map", "../secret.safetensors")
 
 
 def test_sharded_bare_prefixed_and_nested_checkpoints_load_the_same(tiny, copy, tmp_path):
