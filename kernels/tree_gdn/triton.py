@@ -34,6 +34,7 @@ import torch
 import triton
 import triton.language as tl
 from ddtree_kernels.ancestry.triton import ancestor_bits
+from ddtree_kernels.checks import expect_dense, expect_shape
 from ddtree_kernels.errors import KernelInputError
 from torch import Tensor
 
@@ -619,8 +620,7 @@ def _check(
         ("out", out, tuple(v.shape)),
     ]
     for name, tensor, shape in expected:
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise KernelInputError(f"{name}: found shape {list(tensor.shape)}, allowed is {list(shape)}")
+        expect_shape(name, tensor, shape)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise KernelInputError(
             f"q, k, v: found {q.dtype}, {k.dtype}, {v.dtype}, allowed is one of bfloat16, float16, float32"
@@ -640,19 +640,6 @@ def _check(
         ("out", out, 2),
     ]
     for name, tensor, dimensions in dense:
-        if tensor is not None and not _dense_at_the_end(tensor, dimensions):
-            raise KernelInputError(
-                f"{name}: found strides {list(tensor.stride())}, "
-                f"allowed are contiguous last {dimensions} dimensions"
-            )
+        expect_dense(name, tensor, dimensions)
     if bits is not None and bits.dtype != torch.int32:
         raise KernelInputError(f"bits: found {bits.dtype}, allowed is int32")
-
-
-def _dense_at_the_end(tensor: Tensor, dimensions: int) -> bool:
-    step = 1
-    for size, stride in zip(tensor.shape[::-1][:dimensions], tensor.stride()[::-1], strict=False):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
