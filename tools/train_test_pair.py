@@ -7,6 +7,8 @@
   drafter    stage 2: the drafter on those continuations; run again with --more to go on    (GPU, minutes)
   evaluate   accept lengths on held-out windows (quick, any device)
   prompts    choose the shipped prompts by the target's own output                          (CPU)
+  ship       lay weights, tokenizer, prompts and curves out as package data, with hashes    (CPU)
+  measure    accept lengths of the shipped pair in the CPU engine's own decode loop         (CPU)
 
 Every stage reads and writes one working folder and goes on from what is saved there.
 """
@@ -84,6 +86,14 @@ def parser() -> argparse.ArgumentParser:
     sub = command("prompts", run_prompts)
     reads_tokens(sub)
     sub.add_argument("--out", type=Path, required=True)
+    sub = command("ship", run_ship)
+    sub.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
+    sub.add_argument("--prompts", type=Path, required=True, help="folder of the two prompt files")
+    sub.add_argument("--out", type=Path, required=True)
+    sub = command("measure", run_measure)
+    sub.add_argument("--pair", type=Path, required=True)
+    sub.add_argument("--prompts", type=Path, required=True, help="one prompt file")
+    sub.add_argument("--budgets", type=int, nargs="+", default=[7, 15, 31, 63, 127])
     return top
 
 
@@ -179,6 +189,21 @@ def run_prompts(args: argparse.Namespace) -> None:
         print(name, prompts.write(args.out / f"{name}.jsonl", name.split("-")[0], part))
     with (args.work / "chosen.json").open("w", encoding="utf-8") as f:
         json.dump(chosen, f)
+
+
+def run_ship(args: argparse.Namespace) -> None:
+    from pair.ship import ship
+
+    print(json.dumps(ship(args.work, args.tokenizer, args.prompts, args.out), indent=1))
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    from ddtree_engine.tree import Builder
+    from pair.engine_loop import measure
+
+    builders = (Builder.BEST_FIRST, Builder.SPINE_FIRST)
+    figures = measure(args.pair, args.prompts, tuple(args.budgets), builders)
+    checkpoint.write_json(args.work / "measured.json", figures)
 
 
 def line_end_table(args: argparse.Namespace) -> np.ndarray:

@@ -30,9 +30,15 @@ class Text:
     start: int
 
 
-@torch.no_grad()
 def candidates(target: Target, drafter: Drafter, text: Text) -> tuple[np.ndarray, np.ndarray]:
     """Top-K ids and log-probabilities [anchors, F-1, K], one anchor per generated token but the last."""
+    top = block_logits(target, drafter, text).log_softmax(-1).topk(TOPK)
+    return top.indices.cpu().numpy(), top.values.cpu().numpy()
+
+
+@torch.no_grad()
+def block_logits(target: Target, drafter: Drafter, text: Text) -> Tensor:
+    """The drafter's logits, fp32 [anchors, F-1, V]."""
     device = target.norm.weight.device
     ids = torch.tensor([text.ids], device=device)
     embedding = target.embed_tokens.weight
@@ -44,9 +50,7 @@ def candidates(target: Target, drafter: Drafter, text: Text) -> tuple[np.ndarray
                 taken.append(x)
         anchors = torch.arange(text.start, len(text.ids) - 1, device=device)[None]
         hidden = drafter_forward(drafter, embedding, ids, torch.cat(taken, -1), anchors)
-        logits = functional.linear(hidden, embedding.to(hidden.dtype))[0].float()
-    top = logits.log_softmax(-1).topk(TOPK)
-    return top.indices.cpu().numpy(), top.values.cpu().numpy()
+        return functional.linear(hidden, embedding.to(hidden.dtype))[0].float()
 
 
 def drafter_forward(drafter: Drafter, embedding: Tensor, ids: Tensor, features: Tensor, at: Tensor) -> Tensor:
