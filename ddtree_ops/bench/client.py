@@ -62,7 +62,7 @@ async def generate(
     url      the service's base address
     request  the JSON body without `stream`
     """
-    stream = _Stream()
+    stream = AnswerStream()
     sent_at, start = wall(), clock()
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
     error: str | None
@@ -80,7 +80,7 @@ async def generate(
         error = f"timed out after {timeout_s:g} s with {len(stream.output_ids)} tokens"
     except aiohttp.ClientError as problem:
         error = f"{type(problem).__name__}: {problem} after {len(stream.output_ids)} tokens"
-    except _BadStream as problem:
+    except BadStream as problem:
         error = str(problem)
     return Answer(
         sent_at=sent_at,
@@ -107,7 +107,7 @@ async def post_json(
     return data
 
 
-class _BadStream(Exception):
+class BadStream(Exception):
     """The server sent something that is not its protocol."""
 
 
@@ -122,7 +122,7 @@ class _Lines:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-class _Stream:
+class AnswerStream:
     """One answer as it arrives."""
 
     def __init__(self) -> None:
@@ -158,11 +158,11 @@ class _Stream:
         try:
             event = json.loads(data)
         except ValueError:
-            raise _BadStream(f"an event is not JSON: {data[:80]!r}") from None
+            raise BadStream(f"an event is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):
-            raise _BadStream(f"an event is no object: {data[:80]!r}")
+            raise BadStream(f"an event is no object: {data[:80]!r}")
         if "error" in event:
-            raise _BadStream(f"the server reported: {json.dumps(event['error'])[:ERROR_CHARS]}")
+            raise BadStream(f"the server reported: {json.dumps(event['error'])[:ERROR_CHARS]}")
         self.meta_info = event.get("meta_info") or {}
         self._take(event.get("output_ids") or [], self.meta_info.get("completion_tokens"))
 
@@ -173,12 +173,12 @@ class _Stream:
         """
         have = len(self.output_ids)
         if total is None:
-            raise _BadStream("an event has no meta_info.completion_tokens")
+            raise BadStream("an event has no meta_info.completion_tokens")
         if len(ids) == total and ids[:have] == self.output_ids:
             self.output_ids = list(ids)
         elif len(ids) == total - have:
             self.output_ids.extend(ids)
         else:
-            raise _BadStream(
+            raise BadStream(
                 f"output_ids do not add up: {have} so far, {len(ids)} in an event, completion_tokens {total}"
             )

@@ -30,7 +30,13 @@ def external_services(engine: ExternalEngine) -> list[ServiceSpec]:
     Raises BadEnvironment for a server that cannot be reached, BadInput for one that is not what the sweep
     says.
     """
-    return [_describe(entry, fetch_server_info(str(entry.url))) for entry in engine.services]
+    found: dict[str, ServiceSpec] = {}
+    for entry in engine.services:
+        spec = _describe(entry, fetch_server_info(str(entry.url)))
+        if spec.name in found:
+            raise BadInput(f"engine.services: {found[spec.name].url} and {spec.url} both serve {spec.name}")
+        found[spec.name] = spec
+    return list(found.values())
 
 
 def fetch_server_info(url: str, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ddtree_ops.redact import allowed_server_info, redact_text
 from ddtree_ops.services.base import Service
 
 TICK_S = 0.2
+NOTE_EVERY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 GOLDEN_TOKENS = 8
 GOLDEN_TIMEOUT_S = 120.0
@@ -54,7 +55,7 @@ async def wait_ready(
     async with httpx.AsyncClient(base_url=service.url, timeout=PROBE_TIMEOUT_S) as http:
         started = clock()
         note(f"{name}: waiting for {service.url}/ready")
-        await _until_ready(service, http, timeout_s, sleep)
+        await _until_ready(service, http, timeout_s, note, clock, sleep)
         info = await _server_info(service, http)
         check_arguments(service, info)
         await _check_golden(service, http, golden)
@@ -116,13 +117,18 @@ async def _until_ready(
     service: Service,
     http: httpx.AsyncClient,
     timeout_s: float,
+    note: Note,
+    clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[None]],
 ) -> None:
-    seen = "no answer yet"
+    seen, started, noted = "no answer yet", clock(), clock()
 
     async def tick() -> bool:
-        nonlocal seen
+        nonlocal seen, noted
         require_alive(service)
+        if clock() - noted >= NOTE_EVERY_S:
+            noted = clock()
+            note(f"{service.spec.name}: still waiting after {noted - started:.0f} s: {seen}")
         try:
             answer = await http.get("/ready")
         except httpx.HTTPError as error:

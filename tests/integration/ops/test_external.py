@@ -89,6 +89,12 @@ def test_an_unreachable_server_exits_3(tmp_path: Path, sweeper: Sweeper) -> None
     assert f"{url}/server_info cannot be reached" in sweeper.error()
 
 
+def test_two_servers_for_one_arm_are_refused(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
+    urls = [serve("ar"), serve("ar")]
+    assert sweeper(write_sweep(tmp_path, [{"arm": "ar", "url": url} for url in urls])) == 2
+    assert "both serve ar" in sweeper.error()
+
+
 def test_a_server_of_another_arm_exits_2(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
     assert sweeper(write_sweep(tmp_path, [{"arm": "dflash", "url": serve("ar")}])) == 2
     assert "serves arm 'ar', not 'dflash'" in sweeper.error()

@@ -76,7 +76,10 @@ def test_sealed_cells_are_skipped_and_new_ones_are_added(tmp_path: Path, sweeper
     }
     assert [event["name"] for event in sweeper.events if event["event"] == "cell"] == ["ddtree 15"]
     assert cells["ddtree 15"].parity[0].identical == 4
-    assert len(list((sweeper.results / "runs").iterdir())) == 3
+    runs = sorted((sweeper.results / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert len(runs) == 3
+    # The target itself must be there to be asked about differences, though its cell is sealed.
+    assert sorted(path.name for path in (runs[-1] / "logs").iterdir()) == ["ar.log", "ddtree.log"]
 
 
 def test_concurrency_and_temperature_make_blocks_of_their_own(tmp_path: Path, sweeper: Sweeper) -> None:

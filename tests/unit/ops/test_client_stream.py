@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_ops.bench.client import _BadStream, _Stream
+from ddtree_ops.bench.client import AnswerStream, BadStream
 
 
 def event(ids: Sequence[int], total: int, **meta: Any) -> bytes:
@@ -23,8 +23,8 @@ DONE = b"data: [DONE]\n\n"
 FINISH = {"finish_reason": {"type": "length", "length": 4}}
 
 
-def feed(*chunks: bytes) -> _Stream:
-    stream = _Stream()
+def feed(*chunks: bytes) -> AnswerStream:
+    stream = AnswerStream()
     for number, chunk in enumerate(chunks):
         stream.feed(chunk, float(number))
     return stream
@@ -85,11 +85,12 @@ def test_a_stream_without_a_proper_end_is_a_problem(chunks: list[bytes]) -> None
         b'data: {"error": {"message": "out of memory"}}\n\n',
         b'data: {"output_ids": [1], "meta_info": {}}\n\n',
         event([1, 2, 3], 2),
+        event([1, 2], 2) + event([9, 2, 3], 3),
     ],
-    ids=["no JSON", "no object", "error", "no count", "wrong count"],
+    ids=["no JSON", "no object", "error", "no count", "wrong count", "other history"],
 )
 def test_what_is_not_the_protocol_is_refused(chunk: bytes) -> None:
-    with pytest.raises(_BadStream):
+    with pytest.raises(BadStream):
         feed(chunk)
 
 
