@@ -20,6 +20,7 @@ RELEASE = "0.5.23"
 NAMES = """
 
 sglang.srt.plugins:load_plugins
+sglang.srt.utils.common:build_server_info
 sglang.srt.plugins.hook_registry:HookRegistry
 sglang.srt.arg_groups.overrides:record_foreign_defaults
 sglang.srt.arg_groups.speculative_hook:handle_speculative_decoding

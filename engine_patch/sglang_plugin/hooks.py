@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddtree_engine.sglang_plugin.config import load_config
+from ddtree_engine.sglang_plugin.describe import facts
 from ddtree_engine.sglang_plugin.names import MARKER
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ DUMMY_VERIFY_INPUT = "sglang.srt.speculative.spec_info.create_dummy_verify_input
 EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
 EXTRA_CONTEXT = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+# This one in every process, from registration on: the launcher answers /server_info.
+SERVER_INFO = "sglang.srt.utils.common.build_server_info"
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController._add_speculative"
@@ -110,6 +113,18 @@ def refuse_request(original: Original, request: Any, enable_overlap: bool) -> st
 
     message: str | None = original(request, enable_overlap)
     return message or refusal(request, load_config())
+
+
+def add_facts(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> None:
+    """What /server_info shows under `ddtree`: the facts that do not change while the server runs."""
+    from ddtree_engine.sglang_plugin.names import ALGORITHM, FALLBACK_ALGORITHM
+
+    if result.get("speculative_algorithm") in (ALGORITHM, FALLBACK_ALGORITHM):
+        result["ddtree"] = facts(
+            load_config(),
+            width=int(result["speculative_num_draft_tokens"]),
+            block=int(result["speculative_dflash_block_size"]),
+        )
 
 
 def add_state(result: Any, controller: Any, state: dict[str, Any]) -> None:

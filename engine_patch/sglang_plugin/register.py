@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 def register() -> str:
     """Register the algorithm and return the name that it got."""
-    from ddtree_engine.sglang_plugin import arguments
+    from ddtree_engine.sglang_plugin import arguments, hooks
     from ddtree_engine.sglang_plugin.algorithm import DDTreeAlgorithm, worker_class
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     name = FALLBACK_ALGORITHM if ALGORITHM in SpeculativeAlgorithm.__members__ else ALGORITHM
@@ -28,5 +29,6 @@ def register() -> str:
         validate_server_args=arguments.refuse_unsupported,
         spec_class=DDTreeAlgorithm,
     )(worker_class)
+    HookRegistry.register(hooks.SERVER_INFO, hooks.add_facts, HookType.AFTER)
     logger.info("%s %s: registered as %s", MARKER, importlib.metadata.version("ddtree"), name)
     return name

@@ -154,3 +154,17 @@ def test_the_worker_module_imports(plugin):
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
     assert issubclass(DDTreeWorkerV2, DFlashWorkerV2)
+
+
+def test_server_info_names_the_arm_and_its_numbers(plugin, configure, resolved):
+    from sglang.srt.arg_groups.overrides import record_of
+    from sglang.srt.utils import build_server_info
+
+    configure(mode="shadow", budget=31)
+    record = record_of(resolved())
+    record._launch_command = "sglang serve"
+    facts = build_server_info(record, {})["ddtree"]
+    assert (facts["arm"], facts["budget"], facts["block"], facts["engine"]) == ("shadow", 31, 16, "sglang")
+    plain = record_of(resolved(algorithm=None))
+    plain._launch_command = "sglang serve"
+    assert "ddtree" not in build_server_info(plain, {})
