@@ -98,6 +98,18 @@ def test_topk_changes_only_what_has_trees() -> None:
     assert before["ddtree 7"] != after["ddtree 7"]
 
 
+def test_a_calibration_counts_by_its_content(tmp_path: Path) -> None:
+    def made(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        engine = {"kind": "local", "builder": "calibrated", "calibration": str(tmp_path / name)}
+        return keys({**BASE, "engine": engine})["ddtree 7 calibrated"]
+
+    assert made("a.json", "1") == made("b.json", "1")
+    assert made("a.json", "1") != made("a.json", "2")
+    with pytest.raises(BadInput, match=r"none\.json cannot be read"):
+        keys({**BASE, "engine": {"kind": "local", "builder": "calibrated", "calibration": "none.json"}})
+
+
 def test_the_key_is_the_same_for_the_same_content_whatever_the_order() -> None:
     assert cell_spec().key() == cell_spec(argv=["--arm", "ddtree"]).key()
     assert cell_spec().key() != cell_spec(argv=["ddtree", "--arm"]).key()
