@@ -43,6 +43,7 @@ class Output:
         self._stdout = stdout
         self._stderr = stderr
         self._clock = clock
+        self._bar_console: Console | None = None
 
     @property
     def stdout(self) -> TextIO:
@@ -142,9 +143,14 @@ class Output:
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
         )
-        with Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
+        console = self._console(self.stderr)
+        with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=total, title=title)
-            yield lambda units, description: bar.update(task, advance=units, description=description)
+            self._bar_console = console
+            try:
+                yield lambda units, description: bar.update(task, advance=units, description=description)
+            finally:
+                self._bar_console = None
 
     def _json(self, data: Mapping[str, Any]) -> None:
         print(json.dumps(data, ensure_ascii=False, default=str), file=self.stdout, flush=True)
@@ -152,5 +158,7 @@ class Output:
     def _console(self, stream: TextIO) -> Console:
         from rich.console import Console
 
+        if self._bar_console is not None and stream is self.stderr:
+            return self._bar_console  # prints above the bar, not into it
         # Text comes from users, files and logs: a bracket in it is a bracket.
         return Console(file=stream, markup=False, emoji=False)

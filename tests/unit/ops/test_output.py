@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from pydantic import BaseModel, ValidationError
 
 from ddtree_ops.errors import BadInput, from_validation
@@ -64,6 +65,25 @@ def test_messages_with_brackets_are_printed_as_they_are() -> None:
     assert "[/odd]" in stderr.getvalue()
     for text in ("accept [1.2, 3.4]", "T [x]", "a [b]", "[/c]"):
         assert text in stdout.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_warning_during_a_bar_is_printed_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stderr = Terminal()
+    out = Output(stdout=io.StringIO(), stderr=stderr)
+    with out.progress("work", 2) as advance:
+        advance(1, "first")
+        before = len(stderr.getvalue())
+        out.warning("careful")
+        printed = stderr.getvalue()[before:]
+    erase_line = "\x1b[2K"
+    assert erase_line in printed
+    assert printed.index(erase_line) < printed.index("careful")
 
 
 class Pair(BaseModel):
