@@ -14,6 +14,9 @@ import torch
 from ddtree_engine.sglang_plugin.tree_build import TreeBatch, TreeBuilder
 from torch import Tensor
 
+# Equal logits beyond the K-th that are still ranked by token id.
+TIES = 4
+
 
 class Group(Protocol):
     """SGLang's tensor-parallel group, as far as it is used here."""
@@ -52,7 +55,8 @@ def ranked(values: Tensor, ids: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 def candidates(hidden: Tensor, head: Head, topk: int) -> tuple[Tensor, Tensor]:
     """(ids int64[n, K], logprobs float32[n, K]) of n positions, best first, from hidden [n, H]."""
     logits = torch.matmul(hidden.to(head.weight.dtype), head.weight[: head.rows_used].T).float()
-    keep = min(topk, head.rows_used)
+    # A few more than wanted: which of equal logits a top-k returns is undefined, and `ranked` decides.
+    keep = min(topk + TIES, head.rows_used)
     values, ids = torch.topk(logits, keep, dim=-1)
     normaliser = torch.logsumexp(logits, dim=-1)
     ids = ids + head.start

@@ -160,6 +160,7 @@ STEP_ARMS = ("step-ar", "step-dflash", "step-tree8", "step-tree16", "step-tree32
 
 def main() -> int:
     options = parse_options()
+    options.out, options.pair = options.out.resolve(), options.pair.resolve()
     if options.list:
         print(json.dumps({"stages": STAGES, "step": STEP_ARMS}, indent=1))
         return 0
@@ -303,7 +304,12 @@ def host_facts(context: Context) -> dict[str, Any]:
     )
     environment = context.environment(Arm(), "facts")
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=context.raw,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     facts: dict[str, Any] = (
         json.loads(answer.stdout) if answer.returncode == 0 else {"error": answer.stderr[-2000:]}
@@ -314,7 +320,7 @@ def host_facts(context: Context) -> dict[str, Any]:
         facts["nvidia_smi"] = subprocess.run(smi, capture_output=True, text=True, check=False).stdout
     check = [sys.executable, "-m", "ddtree_engine.sglang_plugin.check", "--json", "--no-import"]
     facts["check"] = subprocess.run(
-        check, env=environment, capture_output=True, text=True, check=False
+        check, env=environment, cwd=context.raw, capture_output=True, text=True, check=False
     ).stdout
     facts |= {"python": platform.python_version(), "argv": sys.argv[1:], "time": time.time()}
     print("host:", json.dumps(facts.get("versions") or facts), facts.get("cards"), flush=True)
@@ -363,6 +369,9 @@ class Server:
         self.process = subprocess.Popen(
             argv,
             env=context.environment(arm, name),
+            # Not the repository's root, which Python would search first: its folder `kernels` has the name of
+            # a library that transformers looks for.
+            cwd=context.raw,
             stdout=self._file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -385,6 +394,7 @@ class Server:
             os.killpg(self.process.pid, 9)
         self.process.wait()
         self._file.close()
+        time.sleep(1)  # the card's memory comes back a little later
 
     def get(self, path: str, timeout: float = 60) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
@@ -453,7 +463,7 @@ def run_plan(context: Context, work: dict[str, list[str]], extra: list[str]) -> 
                     server.stop()
         if reference is not None:
             questions = ask_about_ties(context, reference)
-            context.keep(context.judge, "ties", questions)
+            context.keep(context.judge, "differences", questions)
     finally:
         if reference is not None:
             reference.stop()
@@ -493,12 +503,14 @@ def serve(context: Context, server: Server, workloads: list[str]) -> list[str]:
 def greedy(context: Context, server: Server) -> Any:
     """Every prompt alone, at T=0."""
     rows = []
-    for ids in context.prompts:
+    for number, ids in enumerate(context.prompts):
         began = time.monotonic()
-        answer = server.generate(ids, context.options.tokens)
+        rid = f"greedy-{number}-{os.getpid()}"
+        answer = server.generate(ids, context.options.tokens, rid=rid)
         meta = answer["meta_info"]
         rows.append(
             {
+                "rid": rid,
                 "output_ids": answer["output_ids"],
                 "seconds": time.monotonic() - began,
                 "meta": {
@@ -908,7 +920,7 @@ def judge(context: Context) -> None:
             line["self_check"] = check
         if line:
             lines[arm] = line
-    asked = context.results.get(context.judge, {}).get("ties", {}).get("questions", [])
+    asked = context.results.get(context.judge, {}).get("differences", {}).get("questions", [])
     noise = tie_noise(context)
     lines["ties"] = {
         "questions": len(asked),

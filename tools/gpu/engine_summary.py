@@ -46,9 +46,9 @@ class Raw:
     def outputs(self, arm: str) -> list[list[int]]:
         return [row["output_ids"] for row in self.read(arm, "greedy")]
 
-    def ties(self, where: str) -> list[dict[str, Any]]:
+    def differences(self, where: str) -> list[dict[str, Any]]:
         """Differences of one comparison, from the last run that made it."""
-        for file in sorted(self.folder.glob("judge-*.ties.json"), reverse=True):
+        for file in sorted(self.folder.glob("judge-*.differences.json"), reverse=True):
             run = json.loads(file.read_text())
             if where in run["compared"]:
                 return [question for question in run["questions"] if question["where"] == where]
@@ -196,7 +196,7 @@ def gate_d(raw: Raw) -> list[dict[str, Any]]:
     for arm in TREES:
         for reference in ("ar", "dflash"):
             share, detail = share_identical(raw, arm, reference)
-            mine = raw.ties(f"{arm} against {reference}")
+            mine = raw.differences(f"{arm} against {reference}")
             far = [q for q in mine if q["gap"] > 2 * noise]
             detail |= {"identical_share": share, "divergences": len(mine), "tie_noise": noise}
             detail |= {"gaps": [q["gap"] for q in mine], "accept_length": accept_length(raw, arm)}
@@ -218,6 +218,30 @@ def tie_noise(raw: Raw) -> float:
             values = [variant[token] for variant in variants]
             changes.append(max(values) - min(values))
     return max(changes)
+
+
+def gate_e(raw: Raw) -> list[dict[str, Any]]:
+    file = raw.folder / "cpu-steps.json"
+    if not file.is_file():
+        raise Missing("cpu-steps.json (tools/gpu/compare_steps.py)")
+    rows = [row for row in json.loads(file.read_text()) if row["same_root"]]
+    differing = [row for row in rows if not row["equal"]]
+    detail = {"steps": len(rows), "differing": len(differing), "near": sum(row["near"] for row in differing)}
+    equal = 1 - len(differing) / len(rows)
+    far = sum(not row["near"] for row in differing)
+    source = "raw/cpu-steps.json"
+    return [
+        gate(
+            "e",
+            "accept lengths equal to the CPU engine's, teacher-forced",
+            equal,
+            0.97,
+            "min",
+            detail,
+            source,
+        ),
+        gate("e-rest", "differing steps that are no near-ties", far, 0, "equal", detail, source),
+    ]
 
 
 def gate_f(raw: Raw) -> list[dict[str, Any]]:
@@ -251,19 +275,24 @@ def gate_h(raw: Raw) -> list[dict[str, Any]]:
     for arm in ("tree32-cached", "tree32-pages"):
         for workload in ("cache", "lengths"):
             rows = raw.read(arm, workload)
-            far = [q for q in raw.ties(f"{arm} {workload}") if q["gap"] > 2 * noise]
+            far = [q for q in raw.differences(f"{arm} {workload}") if q["gap"] > 2 * noise]
             hits = sum(bool(row.get("cached_tokens")) for row in rows)
             detail = {"requests": len(rows), "with_hits": hits, "tie_noise": noise}
             title = f"{arm} {workload}: warm answers that differ from cold ones by more than a near-tie"
             gates.append(
                 gate(f"h-{arm}-{workload}", title, len(far), 0, "equal", detail, f"raw/{arm}.{workload}.json")
             )
-    far = [q for size in (2, 4, 8) for q in raw.ties(f"tree32-cached batch {size}") if q["gap"] > 2 * noise]
+    far = [
+        q
+        for size in (2, 4, 8)
+        for q in raw.differences(f"tree32-cached batch {size}")
+        if q["gap"] > 2 * noise
+    ]
     title = "batches of 2, 4, 8: differences from batch 1 that are no near-ties"
     gates.append(
         gate("h-batches", title, len(far), 0, "equal", {"tie_noise": noise}, "raw/tree32-cached.batches.json")
     )
-    far = [q for q in raw.ties("tree32-cached load") if q["gap"] > 2 * noise]
+    far = [q for q in raw.differences("tree32-cached load") if q["gap"] > 2 * noise]
     title = "greedy answers under mixed load that differ from the same alone by more than a near-tie"
     source = "raw/tree32-cached.load.json"
     gates.append(gate("h-load-text", title, len(far), 0, "equal", {"tie_noise": noise}, source))
@@ -374,7 +403,7 @@ def gate_k(raw: Raw) -> list[dict[str, Any]]:
 
 
 GATES: tuple[Callable[[Raw], list[dict[str, Any]]], ...] = (
-    gate_a, gate_b, gate_c, gate_d, gate_f, gate_g, gate_h, gate_i, gate_j, gate_k
+    gate_a, gate_b, gate_c, gate_d, gate_e, gate_f, gate_g, gate_h, gate_i, gate_j, gate_k
 )  # fmt: skip
 
 

@@ -168,3 +168,17 @@ def test_server_info_names_the_arm_and_its_numbers(plugin, configure, resolved):
     plain = record_of(resolved(algorithm=None))
     plain._launch_command = "sglang serve"
     assert "ddtree" not in build_server_info(plain, {})
+
+
+def test_the_scheduler_asks_our_request_check(hooked):
+    """The scheduler has bound the name long before the worker installs the hooks."""
+    from types import SimpleNamespace
+
+    from sglang.srt.managers import scheduler
+
+    parameters = SimpleNamespace(custom_params={"ddtree_budget": 7})
+    request = SimpleNamespace(sampling_params=parameters, return_hidden_states=False)
+    assert "ddtree_budget" in scheduler.validate_dflash_request(request, True)
+    parameters.custom_params = None
+    request.return_sampling_mask, request.custom_logit_processor = False, None
+    assert scheduler.validate_dflash_request(request, True) is None
