@@ -20,7 +20,7 @@ from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
 from ddtree_ops.services.foreground import require_engine
 
 PROMPTS = 8
-MAX_TOKENS = 40
+MAX_TOKENS = 48
 BUDGETS = [7, 15, 31, 63]
 #: One budget shows that spine-first trees never fall below their spine and that leaked states are wrong.
 SIDE_BUDGET = 31

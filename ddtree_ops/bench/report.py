@@ -11,7 +11,8 @@ from ddtree_ops.bench.store import Store
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.results import CellRecord, RequestRow, RequestStatus
 
-COLUMNS = ("cell", "C", "T", "accept length", "tokens / s", "parity =/~/x", "state")
+#: The parity column counts prompts: identical / near-ties / different.
+COLUMNS = ("cell", "C", "T", "accept", "tok/s", "parity", "state")
 
 
 def show_outcome(store: Store, outcome: SweepOutcome, out: Output) -> None:

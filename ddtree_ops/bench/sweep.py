@@ -29,11 +29,11 @@ from ddtree_ops.services.local import LocalLauncher
 
 #: Seconds per token of the shipped pair on one core of a laptop, for a first guess.
 LOCAL_SECONDS_PER_TOKEN = {
-    Arm.AR: 0.012,
-    Arm.DFLASH: 0.012,
-    Arm.SHADOW: 0.012,
-    Arm.DDTREE: 0.012,
-    Arm.UNSAFE: 0.014,
+    Arm.AR: 0.016,
+    Arm.DFLASH: 0.016,
+    Arm.SHADOW: 0.016,
+    Arm.DDTREE: 0.015,
+    Arm.UNSAFE: 0.028,
 }
 
 

@@ -8,9 +8,18 @@ from pathlib import Path
 import pydantic
 
 from ddtree_ops.schemas.cluster import Cluster
+from ddtree_ops.schemas.results import CellRecord, RequestRow, RunRecord, StoreHeader
+from ddtree_ops.schemas.sweep import Sweep
 
 FOLDER = Path(__file__).parent
-PUBLISHED: dict[str, type[pydantic.BaseModel]] = {"cluster.schema.json": Cluster}
+PUBLISHED: dict[str, type[pydantic.BaseModel]] = {
+    "cluster.schema.json": Cluster,
+    "sweep.schema.json": Sweep,
+    "results-store.schema.json": StoreHeader,
+    "results-run.schema.json": RunRecord,
+    "results-cell.schema.json": CellRecord,
+    "results-row.schema.json": RequestRow,
+}
 
 
 def json_schema(model: type[pydantic.BaseModel]) -> str:

@@ -131,11 +131,18 @@ class LocalLauncher:
         return LocalService(spec, self._log_folder / f"{spec.name}.log", grace_s=self._grace_s)
 
 
+_handed_out: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago and that this process was not given before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _handed_out:
+            _handed_out.add(port)
+            return port
 
 
 def require_free_port(port: int, host: str = LOOPBACK) -> None:
