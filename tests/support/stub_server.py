@@ -294,7 +294,9 @@ class Stub:
         }
         if arm == "ar":
             return figures
-        below = sum(tree and step["tree"] < step["chain"] for step in steps) + int(self.number("below-spine") or 0)
+        below = sum(tree and step["tree"] < step["chain"] for step in steps) + int(
+            self.number("below-spine") or 0
+        )
         figures |= {
             "steps_below_spine": below,
             "steps_scored": len(steps),
