@@ -4,7 +4,7 @@
     .venv/bin/python -m ddtree_engine.reference --arm ddtree --budget 31 --port 30003 &
     .venv/bin/python tools/gpu/compare_steps.py results/h200-engine/raw --server http://127.0.0.1:30003
 
-Takes steps from the GPU's step log (`tree32-log.steps/steps.jsonl`), gives the CPU engine (with the same pair)
+Takes steps from the GPU's step log (`tree32-log.steps/steps.jsonl`), gives the CPU engine (same pair)
 the GPU's own text up to each step's root, and compares what its first step accepts. A step counts when both
 engines stand at the same root; a differing one is a near-tie when the GPU's two best tokens at the node where
 the walks part lie within `--near` of each other. Writes `cpu-steps.json` for engine_summary.py.

@@ -1,0 +1,112 @@
+"""The start-up self-check sees a target that leaks, and passes one that does not."""
+
+from types import SimpleNamespace
+
+import harness
+import numpy as np
+import pytest
+import torch
+from ddtree_engine.sglang_plugin import self_check
+from ddtree_engine.sglang_plugin.errors import SelfCheckError
+from harness import ROOTS, VOCABULARY
+
+WIDTH = 16
+ROWS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+
+def logits_after(path):
+    """Smooth logits of a path: depends on every token and on their order."""
+    state = torch.zeros(VOCABULARY)
+    for token in path:
+        state = 0.7 * state + ROWS[token]
+    return state
+
+
+class Target:
+    """A target in whose verify pass a fault can be planted."""
+
+    def __init__(self, runner, fault):
+        self.model_runner, self.fault, self.prefix = runner, fault, []
+        runner.forward = self.prefill
+
+    def prefill(self, forward_batch):
+        self.prefix = forward_batch.input_ids.tolist()
+        assert forward_batch.positions.tolist() == list(range(len(self.prefix)))
+        assert len(forward_batch.out_cache_loc) == len(self.prefix)
+        return SimpleNamespace(
+            logits_output=SimpleNamespace(next_token_logits=logits_after(self.prefix)[None])
+        )
+
+    def forward_batch_generation(self, batch, forward_batch, is_verify):
+        tokens = forward_batch.input_ids.tolist()
+        (parents,) = harness.parents_from_mask(forward_batch, WIDTH)
+        rows = []
+        for node in range(WIDTH):
+            path, at = [], node
+            while at >= 0:
+                path.append(tokens[at])
+                at = parents[at]
+            if self.fault == "rows in order":
+                path = tokens[node::-1]
+            rows.append(logits_after(self.prefix + path[::-1]))
+        linear = self.model_runner.attn_backend.linear_attn_backend
+        linear.forward_metadata.retrieve_parent_token = torch.tensor([parents])
+        if self.fault == "kernel did not run":
+            linear.forward_metadata.retrieve_parent_token = torch.zeros(1, WIDTH, dtype=torch.int64)
+        output = SimpleNamespace(next_token_logits=torch.stack(rows))
+        return SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
+
+
+@pytest.fixture
+def check(published, monkeypatch):
+    harness.patch_sglang(monkeypatch)
+
+    def run(fault):
+        runner, recorded = harness.make_runner(monkeypatch, len(ROOTS))
+        pool = runner.req_to_token_pool
+        pool.req_index_to_mamba_index_mapping = torch.zeros(4, dtype=torch.int32)
+        states = SimpleNamespace(temporal=torch.ones(2, 4, 3), conv=[torch.ones(2, 4, 3)])
+        pool.mamba_pool = SimpleNamespace(mamba_cache=states)
+        runner.attn_backend.linear_attn_backend = SimpleNamespace(forward_metadata=SimpleNamespace())
+        logits = np.zeros((len(ROOTS), harness.BLOCK - 1, VOCABULARY), np.float32)
+        worker = harness.make_worker(runner, recorded, logits, WIDTH)
+        worker._target_worker = Target(runner, fault)
+        with harness.configured(WIDTH):
+            return self_check.run(worker, trees=3), pool
+
+    return run
+
+
+def test_a_sound_target_passes_and_its_seat_is_given_back(check):
+    report, pool = check(None)
+    assert (report["trees"], report["kernel_trees"], report["graph"]) == (3, 3, True)
+    assert report["leaves"] == report["argmax_equal"] > 3
+    assert report["max_relative_error"] < 1e-6
+    assert report["max_sibling_change"] == 0
+    assert not pool.req_to_token[1].any()
+    assert not pool.req_index_to_mamba_index_mapping.any()
+    cache = pool.mamba_pool.mamba_cache
+    assert not cache.temporal[:, 1].any()
+    assert cache.temporal[:, 2].all()
+    assert not cache.conv[0][:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("rows in order", "another branch moved the logits"), ("kernel did not run", "kernels ran for 0 of 3")],
+)
+def test_a_fault_stops_the_server_and_is_named(check, fault, said):
+    with pytest.raises(SelfCheckError, match=said):
+        check(fault)
+
+
+def test_random_trees_are_trees_of_the_asked_depth():
+    rng = np.random.default_rng(0)
+    for width, depth in ((4, 4), (16, 5), (64, 16), (8, 16)):
+        parents, depths = self_check.random_tree(rng, width, depth)
+        assert (parents[1:] < np.arange(1, width)).all()
+        assert (depths < depth).all()
+        assert all(depths[node] == depths[parents[node]] + 1 for node in range(1, width))
+        leaves = self_check.leaves_of(parents, 4)
+        assert not set(leaves) & set(parents.tolist())
+        assert self_check.path_of(parents, leaves[0])[0] == 0
