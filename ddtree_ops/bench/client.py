@@ -17,6 +17,7 @@ import aiohttp
 
 READ_BUFFER = 10 * 2**20
 CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 4.0
 ERROR_CHARS = 300
 
 
@@ -41,7 +42,8 @@ def new_session(connections: int) -> aiohttp.ClientSession:
     magic.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=max(connections, 1) + 4),
+        # Idle connections go before the server (uvicorn: 5 s) closes them under a request.
+        connector=aiohttp.TCPConnector(limit=max(connections, 1) + 4, keepalive_timeout=KEEP_ALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=READ_BUFFER,
         trust_env=False,

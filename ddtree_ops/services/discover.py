@@ -50,7 +50,7 @@ def fetch_server_info(url: str, sleep: Callable[[float], None] = time.sleep) -> 
     )
     address = f"{url.rstrip('/')}/server_info"
     try:
-        info = waiting(httpx.get, address, timeout=TIMEOUT_S).raise_for_status().json()
+        info = waiting(httpx.get, address, timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
     except httpx.HTTPStatusError as error:
         raise BadEnvironment(f"{address} answers {error.response.status_code}") from error
     except httpx.HTTPError as error:

@@ -52,7 +52,7 @@ async def wait_ready(
     Raises ServiceDied, NotReady.
     """
     name = service.spec.name
-    async with httpx.AsyncClient(base_url=service.url, timeout=PROBE_TIMEOUT_S) as http:
+    async with httpx.AsyncClient(base_url=service.url, timeout=PROBE_TIMEOUT_S, trust_env=False) as http:
         started = clock()
         note(f"{name}: waiting for {service.url}/ready")
         await _until_ready(service, http, timeout_s, note, clock, sleep)

@@ -242,6 +242,16 @@ def test_no_secret_of_a_server_reaches_the_store(tmp_path: Path, sweeper: Sweepe
     assert log.stat().st_mode & 0o077 == 0
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_services(
+    tmp_path: Path, sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert sweeper(stub_sweep(tmp_path, arms=["ar"], prompts=1, start_timeout_s=10)) == 0, sweeper.events[-1]
+
+
 def test_the_incremental_stream_gives_the_same_rows(tmp_path: Path, sweeper: Sweeper) -> None:
     assert sweeper(stub_sweep(tmp_path, "*:incremental")) == 0, sweeper.events[-1]
     assert sweeper.cells()["ddtree 7"].parity[0].identical == 4
