@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart test lint typecheck unit format kernels-aot clean
+.PHONY: help setup quickstart test lint lint-playbooks molecule typecheck unit format kernels-aot clean
 
 help:
 	@sed -n '1,8p' Makefile | sed 's/^# \{0,1\}//'
@@ -30,11 +30,20 @@ $(READY): pyproject.toml setup.py tools/setup_env.py
 quickstart: $(READY)
 	$(BIN)/ddtree quickstart
 
-test: lint typecheck unit
+test: lint lint-playbooks typecheck unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-playbooks: $(READY)
+	cd playbooks && PATH="$(CURDIR)/$(BIN):$$PATH" ansible-lint --offline --profile production
+
+# Every role on this machine, below a temporary root: syntax, converge, idempotence, verify. Some minutes.
+molecule: $(READY)
+	for role in playbooks/roles/*/; do \
+	    (cd $$role && PATH="$(CURDIR)/$(BIN):$$PATH" molecule test) || exit 1; \
+	done
 
 typecheck: $(READY) $(TYPING)
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))

@@ -1,4 +1,4 @@
-"""Map the two folders whose import name differs from their folder name (see CONTRIBUTING.md)."""
+"""Map the folders whose import name differs from their folder name (see CONTRIBUTING.md)."""
 
 from setuptools import find_packages, setup
 
@@ -9,4 +9,7 @@ for name, folder in ROOTS.items():
     packages.append(name)
     packages += [f"{name}.{package}" for package in find_packages(folder)]
 
-setup(packages=packages, package_dir=ROOTS)
+# Data alone: the Ansible playbooks that `ddtree deploy` runs.
+packages.append("ddtree_playbooks")
+
+setup(packages=packages, package_dir={**ROOTS, "ddtree_playbooks": "playbooks"})
