@@ -1,4 +1,4 @@
-"""`ddtree plan memory` against SGLang's own allocator: the bytes that its state pool really takes, and its log."""
+"""`ddtree plan memory` against SGLang's own allocator: the bytes that its state pool takes, and its log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from ddtree_ops.memory.planner import GIB, Plan, Wanted, plan_memory
 from ddtree_ops.memory.shapes import DrafterShape, TargetShape, drafter_shape, target_shape
 from ddtree_ops.schemas.arms import Arm
