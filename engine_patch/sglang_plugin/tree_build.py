@@ -209,7 +209,10 @@ def encode(parents: Tensor) -> tuple[Tensor, Tensor]:
 
     See `ddtree_engine.tree.layout.sglang_encoding` for why any tree passes.
     """
-    width = parents.shape[1]
-    selected = parents[:, 1:] * width + torch.arange(1, width, device=parents.device)
-    edge = torch.full_like(parents[:, :1], -1)
-    return torch.cat([edge, selected, edge], dim=1), selected
+    batch, width = parents.shape
+    # Allocated as they have to lie: the kernel checks strides, also those of a batch of one.
+    selected = parents.new_empty((batch, width - 1))
+    torch.add(parents[:, 1:] * width, torch.arange(1, width, device=parents.device), out=selected)
+    parent_list = parents.new_full((batch, width + 1), -1)
+    parent_list[:, 1:-1] = selected
+    return parent_list, selected

@@ -290,6 +290,12 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         assert requests == len(result.accept_lens)
         return result
 
+    def _make_next_draft_input_prefill(self, *, bonus_tokens: Tensor, seq_lens: Tensor) -> Any:
+        """What a prefill hands to the first step; how much a step reserves depends on its type."""
+        if not self.config.verifies_tree:
+            return super()._make_next_draft_input_prefill(bonus_tokens=bonus_tokens, seq_lens=seq_lens)
+        return draft_input(bonus_tokens, seq_lens)
+
     def _host_lens(self, batch: Any) -> Tensor:
         """int64[N] on the host, at least the committed length of every request."""
         if batch.seq_lens_cpu is not None:

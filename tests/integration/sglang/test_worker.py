@@ -212,3 +212,41 @@ def test_results_on_the_host_reach_the_counters_and_the_description(build):
     assert (described["mode"], described["budget"], described["block"]) == ("tree", 63, 16)
     assert described["requests"] == 0
     json.dumps(described)
+
+
+def test_a_prefill_hands_over_a_trees_input_and_shadow_dflashs_own(build):
+    from ddtree_engine.sglang_plugin.inputs import DDTreeDraftInput
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+
+    handed = {"bonus_tokens": torch.tensor([1, 2]), "seq_lens": torch.tensor([7, 9])}
+    worker, _ = build(*TREE)
+    ours = worker._make_next_draft_input_prefill(**handed)
+    assert type(ours) is DDTreeDraftInput
+    assert (ours.bonus_tokens.tolist(), ours.new_seq_lens.tolist()) == ([1, 2], [7, 9])
+    assert ours.hidden_states.shape == ours.topk_p.shape == (2, 0)
+    shadow, _ = build({"mode": "shadow"})
+    assert type(shadow._make_next_draft_input_prefill(**handed)) is DFlashDraftInputV2
+
+
+@pytest.mark.parametrize(("width", "reserved"), [(64, 64), (8, 16)])
+def test_a_step_reserves_for_the_wider_of_tree_and_block_and_counts_penalties(
+    width, reserved, build, monkeypatch
+):
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+
+    worker, _ = build({"mode": "tree"}, "--speculative-num-draft-tokens", str(width))
+    seen, counted = [], []
+    monkeypatch.setattr(
+        DFlashDraftInputV2,
+        "prepare_for_decode",
+        lambda self, batch: seen.append(get_spec().speculative_num_draft_tokens),
+    )
+    batch = SimpleNamespace(
+        sampling_info=SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=True)),
+        cumulate_penalty_output_tokens=lambda: counted.append(True),
+    )
+    handed = {"bonus_tokens": torch.tensor([1]), "seq_lens": torch.tensor([7])}
+    worker._make_next_draft_input_prefill(**handed).prepare_for_decode(batch)
+    assert (seen, counted) == ([reserved], [True])
+    assert get_spec().speculative_num_draft_tokens == width
