@@ -411,14 +411,16 @@ class VerifyConfig:
 
 
 FAST = VerifyConfig()
-EXACT = VerifyConfig(fused=False, solve_precision="bf16x3", state_precision="bf16x3")
+EXACT = VerifyConfig(fused=False, block_v=32, solve_precision="bf16x3", state_precision="bf16x3")
 
 
-def verify_config(width: int, key_dim: int, value_dim: int, exact: bool = False) -> VerifyConfig:
-    """The launch configuration for Q, K and V: fits 99 KB of shared memory a block (`ddtree_kernels.aot`)."""
+def verify_config(
+    width: int, key_dim: int, value_dim: int, exact: bool = False, half: bool = True
+) -> VerifyConfig:
+    """The launch configuration for Q, K and V; `half`: 16-bit inputs. Fits 99 KB of shared memory a block."""
     config = EXACT if exact else FAST
-    if width > 64 or key_dim > 128:
-        config = replace(config, fused=False, block_v=32)
+    if width > 64 or key_dim > 128 or not half:
+        config = replace(config, fused=False, block_v=16 if key_dim > 128 else 32, num_stages=1)
     elif width <= 32:
         config = replace(config, num_warps=4)
     return replace(config, block_v=max(16, min(config.block_v, triton.next_power_of_2(value_dim))))
@@ -460,7 +462,7 @@ def tree_gdn_verify(
     _check(a, b, A_log, dt_bias, q, k, v, state_pool, slots, parents, bits, out)
     bits = ancestor_bits(parents) if bits is None else bits
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    config = config or verify_config(v.shape[1], q.shape[3], v.shape[3], exact)
+    config = config or verify_config(v.shape[1], q.shape[3], v.shape[3], exact, v.element_size() == 2)
     scratch = None if config.fused else verify_scratch(v, q.shape[3])
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return tree_gdn_verify_unchecked(
@@ -490,7 +492,7 @@ def tree_gdn_verify_unchecked(
     """
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    block = _block_rows(width)
+    block = block_rows(width)
     blocks = (width + block - 1) // block
     responses, prefix_queries = (out, out) if scratch is None else scratch
     constants = {
@@ -568,13 +570,14 @@ def tree_gdn_verify_unchecked(
 def verify_scratch(v: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     """Where the unfused form leaves M float32[N, HV, Q, Q rounded up] and q' float32[N, HV, Q, K]."""
     batch, width, heads, _ = v.shape
-    block = _block_rows(width)
+    block = block_rows(width)
     columns = (width + block - 1) // block * block
     responses = torch.empty(batch, heads, width, columns, dtype=torch.float32, device=v.device)
     return responses, torch.empty(batch, heads, width, key_dim, dtype=torch.float32, device=v.device)
 
 
-def _block_rows(width: int) -> int:
+def block_rows(width: int) -> int:
+    """Rows that one solve handles: Q up to 64 is one block, more is two."""
     return 16 if width <= 16 else 32 if width <= 32 else 64
 
 

@@ -1,0 +1,301 @@
+"""Compile every kernel in every shipped configuration offline, for cards that this machine does not have.
+
+    python -m ddtree_kernels.aot [--arch 90 120] [--json FILE]
+
+Needs triton (its wheel brings ptxas) and no GPU. Fails where a kernel asks for more than 99 KB of shared
+memory a block, which is what sm_120 has, or where registers spill beyond the allowance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SHARED_MEMORY_LIMIT = 101376
+# Bytes a thread. A handful of registers around a product is harmless; a working set is not.
+SPILL_ALLOWANCE = 128
+ARCHITECTURES = (90, 120)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one configuration: pointer and scalar types by name, constants, launch options."""
+
+    kernel: Any
+    label: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out: shared bytes a block, registers and spilled bytes a thread, seconds to compile."""
+
+    kernel: str
+    label: str
+    arch: str
+    shared: int
+    registers: int
+    spill: int
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel runs at full speed on the card."""
+        return self.shared <= SHARED_MEMORY_LIMIT and self.spill <= SPILL_ALLOWANCE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print the table, return 1 if a configuration does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddtree_kernels.aot", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="90 = Hopper, 120 = RTX PRO"
+    )
+    parser.add_argument("--json", type=Path, help="write the table here as well")
+    parser.add_argument("--only", default="", help="compile labels that contain this text only")
+    chosen = parser.parse_args(arguments)
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        print("triton is not installed: pip install triton", file=sys.stderr)
+        return 3
+    rows = []
+    print(f"{'kernel':<26} {'configuration':<34} {'arch':<7} {'shared':>7} {'regs':>5} {'spill':>6} {'s':>6}")
+    for case in cases():
+        if chosen.only not in f"{case.kernel.__name__} {case.label}":
+            continue
+        for arch in chosen.arch:
+            row = compile_case(case, arch)
+            rows.append(row)
+            mark = "" if row.fits else "  <- does not fit"
+            print(
+                f"{row.kernel:<26} {row.label:<34} {row.arch:<7} {row.shared:>7} {row.registers:>5} "
+                f"{row.spill:>6} {row.seconds:>6.1f}{mark}",
+                flush=True,
+            )
+    if chosen.json:
+        table = {
+            "schema": 1,
+            "triton": triton_version(),
+            "shared_memory_limit": SHARED_MEMORY_LIMIT,
+            "spill_allowance": SPILL_ALLOWANCE,
+            "rows": [asdict(row) | {"fits": row.fits} for row in rows],
+        }
+        chosen.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row.fits for row in rows) else 1
+
+
+def triton_version() -> str:
+    """The compiler's version."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def cases() -> Iterator[Case]:
+    """Every kernel at the shapes that are served: H 16, HV 48, K = V = 128 in bfloat16, and the limits."""
+    yield from _verify_cases()
+    yield from _other_cases()
+
+
+def _verify_cases() -> Iterator[Case]:
+    from ddtree_kernels.tree_gdn import triton as gdn
+
+    widths = (8, 16, 32, 64, 128)
+    for state in ("fp32", "bf16"):
+        for exact in (False, True):
+            for width in widths if state == "fp32" else (64,):
+                yield from _verify_case(gdn, width, 128, state, "bf16", exact)
+    yield from _verify_case(gdn, 64, 256, "fp32", "bf16", False)
+    yield from _verify_case(gdn, 64, 128, "fp32", "fp32", False)
+
+
+def _verify_case(gdn: Any, width: int, dim: int, state: str, dtype: str, exact: bool) -> Iterator[Case]:
+    config = gdn.verify_config(width, dim, dim, exact, half=dtype != "fp32")
+    block = gdn.block_rows(width)
+    blocks = (width + block - 1) // block
+    label = f"Q{width} K{dim} {dtype} state {state}{' exact' if exact else ''}"
+    pointers = dict.fromkeys(("a", "b", "q", "k", "v", "o"), f"*{dtype}") | {
+        "A_log": "*fp32",
+        "dt_bias": "*fp32",
+        "pool": f"*{state}",
+        "slots": "*i64",
+        "bits": "*i32",
+        "responses": "*fp32",
+        "prefix_queries": "*fp32",
+        "scale": "fp32",
+        "Q": "i32",
+    }
+    shared = {
+        "K": dim,
+        "V": dim,
+        "BQ": block,
+        "BK": dim,
+        "BV": config.block_v,
+        "WIDTH": blocks * block,
+        "SOLVE_PRECISION": config.solve_precision,
+        "STATE_PRECISION": config.state_precision,
+    }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    solve = gdn._tree_gdn_solve_kernel
+    for second in range(blocks):
+        constants = shared | {
+            "GROUP": 3,
+            "SECOND": second == 1,
+            "STREAM": config.fused,
+            "WORDS": (width + 31) // 32,
+        }
+        yield Case(solve, label + (" 2nd block" if second else ""), pointers, constants, options)
+    if not config.fused:
+        constants = shared | {"HV": 48, "BLOCKS": blocks}
+        yield Case(gdn._tree_gdn_stream_kernel, label, pointers, constants, options)
+
+
+def _other_cases() -> Iterator[Case]:
+    from ddtree_kernels.accept_walk import triton as walk
+    from ddtree_kernels.ancestry import triton as ancestry
+    from ddtree_kernels.commit import triton as commit
+    from ddtree_kernels.tree_build import triton as build
+    from ddtree_kernels.tree_conv import triton as conv
+
+    bf16 = dict.fromkeys(("x", "a", "b", "weight", "bias", "conv_pool", "o"), "*bf16")
+    index = dict.fromkeys(("slots", "path", "counts", "track_counts", "track_slots", "parents"), "*i64")
+    yield Case(
+        conv._tree_conv_kernel,
+        "W4 bf16",
+        bf16 | index | {"pool": "*bf16", "Q": "i32", "C": "i32"},
+        {"TAPS": 4, "BIAS": False, "SILU": True, "BQ": conv.BLOCK_NODES, "BC": conv.BLOCK_CHANNELS},
+        {"num_warps": 4},
+    )
+    yield Case(
+        conv._commit_window_kernel,
+        "W4 bf16 track",
+        bf16 | index | {"pool": "*bf16", "C": "i32", "N": "i32"},
+        {"CARRIED": 3, "TRACK": True, "BC": conv.BLOCK_CHANNELS, "BW": 4},
+        {"num_warps": 4},
+    )
+    for state in ("fp32", "bf16"):
+        yield Case(
+            commit._commit_kernel,
+            f"K128 bf16 state {state} track",
+            bf16 | index | {"A_log": "*fp32", "dt_bias": "*fp32", "state_pool": f"*{state}", "N": "i32"},
+            {
+                "H": 16,
+                "HV": 48,
+                "K": 128,
+                "V": 128,
+                "TAPS": 4,
+                "BIAS": False,
+                "SILU": True,
+                "TRACK": True,
+                "BK": 128,
+                "BV": commit.BLOCK_V,
+            },
+            {"num_warps": 4},
+        )
+    outputs = ["tokens", "parents", "depths", "ranks", "counts", "positions"]
+    outputs += ["first_child", "next_sibling", "selected_index", "parent_list"]
+    tree = dict.fromkeys((*outputs, "roots", "ids", "prefix_lens", "budgets"), "*i64")
+    tree |= dict.fromkeys(
+        ("logprobs", "scores", "depth_bias", "rank_bias", "slope", "floor", "value", "step"), "*fp32"
+    )
+    tree |= {"bits": "*i32"}
+    for builder in ("best-first", "spine-first", "calibrated"):
+        for width in (16, 64, 128):
+            words = (width + 31) // 32
+            yield Case(
+                build._tree_build_kernel,
+                f"Q{width} K16 {builder}",
+                tree,
+                {
+                    "Q": width,
+                    "L": 15,
+                    "K": 16,
+                    "SPINE": builder == "spine-first",
+                    "CALIBRATED": builder == "calibrated",
+                    "HAS_BUDGETS": False,
+                    "WORDS": words,
+                    "BQ": width,
+                    "BK": 16,
+                    "BW": words,
+                },
+                {"num_warps": 1, "enable_fp_fusion": False},
+            )
+    walked = dict.fromkeys(("tokens", "parents", "node_tokens", "path", "counts", "bonus", "leaf"), "*i64")
+    for width in (64, 128):
+        yield Case(
+            walk._accept_walk_kernel,
+            f"Q{width} P16",
+            walked | {"Q": "i32"},
+            {"P": 16, "BQ": width},
+            {"num_warps": 1},
+        )
+        yield Case(
+            ancestry._ancestor_bits_kernel,
+            f"Q{width}",
+            {"parents": "*i64", "bits": "*i32", "Q": "i32"},
+            {"BQ": width, "DOUBLINGS": width.bit_length() - 1, "WORDS": width // 32},
+            {"num_warps": 4},
+        )
+
+
+def compile_case(case: Case, arch: int) -> Compiled:
+    """Compile one configuration for sm_`arch` and read its resources from ptxas."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    signature = {
+        name: "constexpr" if name in case.constants else case.types.get(name, "i32") for name in names
+    }
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (place,): aligned
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or (name.startswith("stride_") and signature[name] == "i32")
+    }
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(case.kernel, signature, constants, attributes)
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
+    seconds = time.perf_counter() - start
+    registers, spill = _resources(compiled.asm["ptx"], arch)
+    name = case.kernel.__name__.strip("_").removesuffix("_kernel")
+    return Compiled(
+        name, case.label, f"sm_{arch}", compiled.metadata.shared, registers, spill, round(seconds, 1)
+    )
+
+
+def _resources(ptx: str, arch: int) -> tuple[int, int]:
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    target = re.search(r"\.target (\w+)", ptx)
+    assert target is not None, "PTX names its target"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+        command = [ptxas, "-v", "--gpu-name", target[1], file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spill = re.search(r"(\d+) bytes spill stores", report)
+    assert registers is not None, "ptxas -v reports the registers"
+    return int(registers[1]), int(spill[1]) if spill else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
