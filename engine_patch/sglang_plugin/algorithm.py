@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from ddtree_engine.sglang_plugin import arguments, pin
@@ -11,6 +12,8 @@ from ddtree_engine.sglang_plugin.names import MARKER
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 logger = logging.getLogger(__name__)
+
+NATIVE_MOVE = "SGLANG_NATIVE_MOVE_KV_CACHE"
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -79,6 +82,10 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         """The worker class; runs in the scheduler process, before pools and graphs exist."""
         from ddtree_engine.sglang_plugin import hooks
 
+        if load_config().verifies_tree:
+            # SGLang's fused move reads and writes rows of one program without a barrier between them, and an
+            # accepted path's slots are both: path 0, 2, 3 moves 2 to 1 and 3 to 2. Indexing reads first.
+            os.environ.setdefault(NATIVE_MOVE, "1")
         hooks.install()
         worker: type = super().create_worker(server_args)
         return worker

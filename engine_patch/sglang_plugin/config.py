@@ -6,9 +6,10 @@
 |---|---|---|
 | mode | tree, shadow, unsafe | tree |
 | budget | 1..127, nodes without the root | --speculative-num-draft-tokens - 1; 63 in shadow mode |
-| topk | 1..64 candidates per position | 16 |
+| topk | 1..32 candidates per position | 16 |
 | builder | best-first, spine-first, calibrated | best-first |
 | calibration | path of a calibration file; needed by, and only with, calibrated | null |
+| build_kernel | triton, torch: what grows the trees on the card; they are the same trees | triton |
 | state | snapshot | snapshot |
 | metrics | true, false: step counters in /server_info and, with --enable-metrics, Prometheus | true |
 | step_log | folder for one JSON line a step; slows serving, for tests | null |
@@ -36,7 +37,7 @@ from ddtree_engine.tree.errors import TreeInputError
 
 VARIABLE = "SGLANG_DDTREE_CONFIG"
 MAX_WIDTH = 128
-MAX_TOPK = 64
+MAX_TOPK = 32
 DEFAULT_SHADOW_BUDGET = 63
 
 E = TypeVar("E", bound=StrEnum)
@@ -56,6 +57,13 @@ class StateStore(StrEnum):
     SNAPSHOT = "snapshot"
 
 
+class BuildKernel(StrEnum):
+    """What grows the trees on the card."""
+
+    TRITON = "triton"
+    TORCH = "torch"
+
+
 @dataclass(frozen=True)
 class Config:
     """A validated `SGLANG_DDTREE_CONFIG`; see the module's table."""
@@ -65,6 +73,7 @@ class Config:
     topk: int = 16
     builder: Builder = Builder.BEST_FIRST
     calibration: Calibration | None = None
+    build_kernel: BuildKernel = BuildKernel.TRITON
     state: StateStore = StateStore.SNAPSHOT
     metrics: bool = True
     step_log: Path | None = None
@@ -112,6 +121,7 @@ def parse_config(text: str) -> Config:
         topk=topk,
         builder=builder,
         calibration=_calibration(data, builder, topk),
+        build_kernel=_choice(data, "build_kernel", BuildKernel, BuildKernel.TRITON),
         state=_choice(data, "state", StateStore, StateStore.SNAPSHOT),
         metrics=_boolean(data, "metrics", True),
         step_log=_path(data, "step_log"),

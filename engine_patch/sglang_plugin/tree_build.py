@@ -11,7 +11,9 @@ offer, moves its parent's cursor on and opens the new node's own list.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from ddtree_engine.tree.build import Builder
 from ddtree_engine.tree.calibration import (
@@ -134,6 +136,57 @@ class TreeBuilder:
         parents = parents.masked_fill(missing, 0)
         tokens[:, 0], ranks[:, 0], depths[:, 0], parents[:, 0] = root_tokens, 0, 0, -1
         return TreeBatch(tokens, parents, depths, ranks, scores)
+
+
+class KernelTreeBuilder(TreeBuilder):
+    """The same trees from one launch of `ddtree_kernels.tree_build`, where a GPU is there to run it."""
+
+    def __init__(
+        self,
+        block: int,
+        topk: int,
+        budget: int,
+        builder: Builder,
+        calibration: Calibration | None,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(block, topk, budget, builder, calibration, device)
+        self._tables = None if calibration is None else calibration_tables(calibration, block, topk, device)
+
+    def __call__(self, root_tokens: Tensor, ids: Tensor, logprobs: Tensor) -> TreeBatch:
+        """As `TreeBuilder`; ids and logprobs have unit stride over the candidates."""
+        from ddtree_kernels.tree_build.triton import empty_trees, tree_build_unchecked
+
+        out = empty_trees(len(ids), self.width, ids.device)
+        tree_build_unchecked(
+            root_tokens.contiguous(),
+            ids,
+            logprobs,
+            torch.zeros(len(ids), dtype=torch.int64, device=ids.device),
+            self.builder.value,
+            self._tables,
+            None,
+            out,
+        )
+        return TreeBatch(out.tokens, out.parents, out.depths, out.ranks, out.scores)
+
+
+def calibration_tables(calibration: Calibration, block: int, topk: int, device: torch.device | str) -> Any:
+    """The kernel's `CalibrationTables` for blocks of `block` and `topk` candidates."""
+    from ddtree_kernels.tree_build.triton import CalibrationTables
+
+    def tensor(values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.float32, device=device).contiguous()
+
+    sides = (calibration.on, calibration.off)
+    return CalibrationTables(
+        depth=tensor(np.stack([side.depth[: block - 1] for side in sides])),
+        rank=tensor(np.stack([side.rank[:topk] for side in sides])),
+        slope=tensor([side.slope for side in sides]),
+        floor=tensor([calibration.logprob_floor]),
+        value=tensor(LOG_SIGMOID),
+        step=tensor(LOG_SIGMOID_STEP),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from ddtree_engine.sglang_plugin import self_check
-from ddtree_engine.sglang_plugin.config import Config, Mode, load_config
+from ddtree_engine.sglang_plugin.config import BuildKernel, Config, Mode, load_config
 from ddtree_engine.sglang_plugin.describe import Prometheus, facts
 from ddtree_engine.sglang_plugin.draft_sampler import Head, ShadowDraftSampler, TreeDraftSampler
 from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.inputs import DDTreeVerifyInput, draft_input
 from ddtree_engine.sglang_plugin.metrics import StageTimes, StepCounters, StepOutcome
 from ddtree_engine.sglang_plugin.names import MARKER
-from ddtree_engine.sglang_plugin.tree_build import TreeBatch, TreeBuilder, encode
+from ddtree_engine.sglang_plugin.tree_build import KernelTreeBuilder, TreeBatch, TreeBuilder, encode
 from ddtree_engine.sglang_plugin.watch import Watch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
@@ -176,7 +176,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
             raise ArgumentError("target: found added vocabulary rows, allowed is a head without them")
         if shard is None and group.world_size > 1:
             raise ArgumentError("--tp-size: found a head that is not split by vocabulary, allowed is 1")
-        builder = TreeBuilder(
+        on_card = self.config.build_kernel is BuildKernel.TRITON and weight.is_cuda
+        builder = (KernelTreeBuilder if on_card else TreeBuilder)(
             block=self.block_width,
             topk=self.config.topk,
             budget=self._seats["budget"],

@@ -90,6 +90,7 @@ ARMS: dict[str, Arm] = {
     "tree16-eager": tree(16, flags=EAGER),
     "tree8": tree(8),
     "tree16": tree(16),
+    "tree16-torch": tree(16, build_kernel="torch"),
     "tree32": tree(32),
     "tree64": tree(64),
     "tree16-check": tree(16, self_check=100),
@@ -98,11 +99,11 @@ ARMS: dict[str, Arm] = {
     "tree32-spine": tree(32, "spine-first"),
     "tree64-spine": tree(64, "spine-first"),
     "tree32-log": tree(32, step_log="@steps"),
-    "tree32-native-move": Arm(
+    "tree32-fused-move": Arm(
         "DDTREE",
         32,
         tree(32).config,
-        environment=(("SGLANG_NATIVE_MOVE_KV_CACHE", "1"),),
+        environment=(("SGLANG_NATIVE_MOVE_KV_CACHE", "0"),),
     ),
     "tree32-cached": tree(32, flags=CACHED),
     "tree32-pages": tree(32, flags=(*CACHED, "--page-size", "16")),
@@ -120,6 +121,7 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "shadow": ["greedy", "info"],
         "chain": ["greedy", "info"],
         "tree16-eager": ["greedy", "info"],
+        "tree16-torch": ["greedy", "info"],
         "tree16": ["greedy", "info"],
     },
     "a": {"dflash": ["greedy"], "shadow": ["greedy", "info"]},
@@ -132,7 +134,7 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree16": ["greedy", "info"],
         "tree32": ["greedy", "info"],
         "tree64": ["greedy", "info"],
-        "tree32-native-move": ["greedy", "info"],
+        "tree32-fused-move": ["greedy", "info"],
     },
     "e": {"tree32-log": ["greedy", "info", "steps"]},
     "f": {

@@ -39,7 +39,7 @@ def resolve(argv, plugin):
 
 KINDS = """
 ar dflash shadow chain tree16-eager tree8 tree64 tree32-log tree32-cached tree32-pages tree32-grammar unsafe32
-tree64-check tree32-native-move tree32-tp2
+tree64-check tree32-fused-move tree32-tp2
 """.split()  # noqa: SIM905
 
 

@@ -154,6 +154,19 @@ def test_the_capture_hook_fills_candidates_and_trees(build):
     assert worker._tree_sampler.ids[:2, :, 0].tolist() == logits.argmax(-1).tolist()
 
 
+def test_kv_is_moved_by_the_way_that_reads_before_it_writes(build, monkeypatch):
+    from sglang.srt.environ import envs
+
+    monkeypatch.delenv("SGLANG_NATIVE_MOVE_KV_CACHE", raising=False)
+    build({"mode": "shadow"})
+    assert not envs.SGLANG_NATIVE_MOVE_KV_CACHE.get()
+    build(*TREE)
+    assert envs.SGLANG_NATIVE_MOVE_KV_CACHE.get()
+    monkeypatch.setenv("SGLANG_NATIVE_MOVE_KV_CACHE", "0")
+    build(*TREE)
+    assert not envs.SGLANG_NATIVE_MOVE_KV_CACHE.get()
+
+
 def test_shadow_keeps_dflashs_sampler_and_its_width(build):
     worker, seen = build({"mode": "shadow", "budget": 31})
     worker.init_attention_backends()
