@@ -31,7 +31,7 @@ from ddtree_ops.bench.calibration_fit import (
     reliability,
 )
 from ddtree_ops.bench.client import new_session, post_json
-from ddtree_ops.bench.dataset import Dataset, Prompt, load_dataset
+from ddtree_ops.bench.dataset import Prompt, load_dataset
 from ddtree_ops.bench.environment import engine_version
 from ddtree_ops.errors import BadEnvironment, BadInput, Interrupted, JobFailed
 from ddtree_ops.output import Advance, Output
@@ -52,12 +52,17 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """What to calibrate on. `url`: a running server of an arm that drafts; null: a `ddtree` service of our
-    own.
+    """What to calibrate on.
+
+    url            a running server of an arm that drafts; null: a `ddtree` service of our own
+    dataset        prompts to fit on
+    judge_dataset  prompts to judge on; null: every third of `dataset` is kept for that
+    prompts        how many of each, from the start; null: all
     """
 
     url: str | None
     dataset: str
+    judge_dataset: str | None
     prompts: int | None
     max_tokens: int
     model: Path | None
@@ -73,17 +78,16 @@ def run_calibration(job: CalibrationJob, out: Path, sink: Output) -> dict[str, A
     Raises BadInput (dataset, models, too few prompts), BadEnvironment (no server, no disk), JobFailed (a
     request failed, the server logs no steps).
     """
-    dataset = load_dataset(job.dataset, job.prompts)
-    if len(dataset.prompts) < JUDGE_EVERY:
-        raise BadInput(f"calibrate: found {len(dataset.prompts)} prompts, allowed: {JUDGE_EVERY} or more")
+    to_fit, to_judge, about = _datasets(job)
     if not out.parent.is_dir():
         raise BadInput(f"--out: {out.parent} is no folder")
     try:
-        logged = asyncio.run(_log_steps(job, dataset, sink))
+        logged = asyncio.run(_log_steps(job, [*to_fit, *to_judge], sink))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise Interrupted("stopped; nothing was written") from None
-    fitted, judged = split_prompts(logged)
-    calibration = fit(fitted, judged, {"dataset_sha256": dataset.sha256, "engine_version": engine_version()})
+    fitted = [step for steps in logged[: len(to_fit)] for step in steps]
+    judged = [step for steps in logged[len(to_fit) :] for step in steps]
+    calibration = fit(fitted, judged, {**about, "engine_version": engine_version()})
     _write(out, calibration)
     judgement: dict[str, Any] = calibration["fit"]["judged"]
     _show(judgement, sink)
@@ -91,10 +95,26 @@ def run_calibration(job: CalibrationJob, out: Path, sink: Output) -> dict[str, A
     return judgement
 
 
-def split_prompts(logged: Sequence[Sequence[Step]]) -> tuple[list[Step], list[Step]]:
-    """Steps to fit on and steps to judge on: every third prompt is kept for judging."""
-    fitted = [step for index, steps in enumerate(logged) if index % JUDGE_EVERY != 2 for step in steps]
-    judged = [step for index, steps in enumerate(logged) if index % JUDGE_EVERY == 2 for step in steps]
+def _datasets(job: CalibrationJob) -> tuple[list[Prompt], list[Prompt], dict[str, Any]]:
+    """Prompts to fit on, other prompts to judge on, and what the file says of them."""
+    dataset = load_dataset(job.dataset, job.prompts)
+    about = {"dataset": dataset.name, "dataset_sha256": dataset.sha256}
+    if job.judge_dataset is None:
+        if len(dataset.prompts) < JUDGE_EVERY:
+            raise BadInput(f"calibrate: found {len(dataset.prompts)} prompts, allowed: {JUDGE_EVERY} or more")
+        return *split_prompts(dataset.prompts), about
+    other = load_dataset(job.judge_dataset, job.prompts)
+    shared = {prompt.request_key() for prompt in dataset.prompts} & {p.request_key() for p in other.prompts}
+    if shared:
+        raise BadInput(f"calibrate: {len(shared)} prompts are in {dataset.name} and in {other.name}")
+    about |= {"judge_dataset": other.name, "judge_dataset_sha256": other.sha256}
+    return list(dataset.prompts), list(other.prompts), about
+
+
+def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to fit on and prompts to judge on: every third is kept for judging."""
+    fitted = [prompt for index, prompt in enumerate(prompts) if index % JUDGE_EVERY != 2]
+    judged = [prompt for index, prompt in enumerate(prompts) if index % JUDGE_EVERY == 2]
     return fitted, judged
 
 
@@ -167,17 +187,17 @@ def _judge_trees(content: Mapping[str, Any], steps: Sequence[Step]) -> list[dict
     return found
 
 
-async def _log_steps(job: CalibrationJob, dataset: Dataset, sink: Output) -> list[list[Step]]:
+async def _log_steps(job: CalibrationJob, prompts: Sequence[Prompt], sink: Output) -> list[list[Step]]:
     """Steps of every prompt, decoded greedily one after the other."""
     with _service(job) as (url, service):
         if service is not None:
-            golden = dataset.prompts[0].request()
+            golden = prompts[0].request()
             await wait_ready(service, golden, timeout_s=START_TIMEOUT_S, note=sink.note)
         async with new_session(1) as session:
-            with sink.progress("prompts", len(dataset.prompts)) as advance:
+            with sink.progress("prompts", len(prompts)) as advance:
                 return [
                     await _log_prompt(session, url, prompt, job.max_tokens, service, advance)
-                    for prompt in dataset.prompts
+                    for prompt in prompts
                 ]
 
 

@@ -13,6 +13,9 @@ from ddtree_ops.errors import BadInput
 from ddtree_ops.services.checkpoints import pair_path
 
 PAIR = "pair"
+PAIR_CALIBRATION = "pair-calibration"
+#: Names of shipped prompts and their files; the two sets have no prompt in common.
+SHIPPED = {PAIR: "prompts.jsonl", PAIR_CALIBRATION: "calibration-prompts.jsonl"}
 ALLOWED = 'a JSON object {"id": str, "text": str} or {"id": str, "input_ids": [int, ...]} a line'
 
 
@@ -30,6 +33,10 @@ class Prompt:
             return {"input_ids": list(self.input_ids)}
         return {"text": self.text}
 
+    def request_key(self) -> str | tuple[int, ...]:
+        """What makes two prompts the same whatever their ids."""
+        return self.text if self.text is not None else self.input_ids or ()
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -41,11 +48,11 @@ class Dataset:
 
 
 def load_dataset(name: str, limit: int | None = None) -> Dataset:
-    """Read the first `limit` prompts of `pair` (the shipped prompts) or of a JSONL file.
+    """Read the first `limit` prompts of shipped ones (`pair`, `pair-calibration`) or of a JSONL file.
 
     Raises BadInput naming file:line for anything that is not a prompt.
     """
-    path = pair_path() / "prompts.jsonl" if name == PAIR else Path(name)
+    path = pair_path() / SHIPPED[name] if name in SHIPPED else Path(name)
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
     for number, line in _lines(path):
@@ -60,7 +67,7 @@ def load_dataset(name: str, limit: int | None = None) -> Dataset:
         raise BadInput(f"{path}: no prompts", remedy=f"give {ALLOWED}")
     if limit is not None and len(prompts) < limit:
         raise BadInput(f"{path}: found {len(prompts)} prompts, {limit} were asked for")
-    return Dataset(name if name == PAIR else path.name, tuple(prompts), _sha256(prompts))
+    return Dataset(name if name in SHIPPED else path.name, tuple(prompts), _sha256(prompts))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -37,7 +37,7 @@ CALIBRATE_EPILOG = """
 
 ddtree bench calibrate --out calibration.json
 
-ddtree bench calibrate --url http://127.0.0.1:30003 --dataset code.jsonl --out calibration.json
+ddtree bench calibrate --url http://127.0.0.1:30003 --dataset code.jsonl
 """
 
 
@@ -107,7 +107,13 @@ def calibrate(
     url: Annotated[
         str | None, typer.Option("--url", help="A running server; default: one of our own.")
     ] = None,
-    dataset: common.Dataset = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="JSONL of prompts to fit on; default: shipped ones.")
+    ] = None,
+    judge_dataset: Annotated[
+        str | None,
+        typer.Option("--judge-dataset", help="JSONL of prompts to judge on; default: a third of --dataset."),
+    ] = None,
     prompts: common.Prompts = None,
     max_tokens: common.MaxTokens = None,
     model: common.Model = None,
@@ -117,10 +123,12 @@ def calibrate(
 ) -> None:
     """Fit the calibrated builder's file from logged steps; judge it on prompts that it has not seen."""
     from ddtree_ops.bench.calibrate import CalibrationJob, run_calibration
+    from ddtree_ops.bench.dataset import PAIR, PAIR_CALIBRATION
 
     job = CalibrationJob(
         url=url,
-        dataset=dataset or "pair",
+        dataset=dataset or PAIR_CALIBRATION,
+        judge_dataset=judge_dataset or (None if dataset else PAIR),
         prompts=prompts,
         max_tokens=max_tokens or 96,
         model=model,

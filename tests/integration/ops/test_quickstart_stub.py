@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def job(folder: Path, *faults: str, prompts: int = 9) -> CalibrationJob:
     return CalibrationJob(
         url=None,
         dataset=str(write_prompts(folder / "prompts.jsonl", prompts)),
+        judge_dataset=None,
         prompts=None,
         max_tokens=64,
         model=write_checkpoint(folder / "target"),
@@ -89,6 +91,18 @@ def test_a_calibration_is_fitted_judged_and_readable(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["fit"]["judged"] == judgement
 
 
+def test_fit_and_judgement_may_use_two_files_without_a_common_prompt(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "o", "text": "class A:"}\n')
+    asked = replace(job(tmp_path, prompts=2), judge_dataset=str(other))
+    out = tmp_path / "c.json"
+    run_calibration(asked, out, Output(OutputMode.QUIET))
+    assert json.loads(out.read_text())["fit"]["judge_dataset"] == "other.jsonl"
+    other.write_text('{"id": "o", "text": "def f1(a, b):\\n"}\n')
+    with pytest.raises(BadInput, match=r"1 prompts are in prompts\.jsonl and in other\.jsonl"):
+        run_calibration(asked, out, Output(OutputMode.QUIET))
+
+
 def test_a_server_without_steps_cannot_be_calibrated_on(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="p0: the server logs no steps"):
         run_calibration(job(tmp_path, "ddtree:no-steps"), tmp_path / "c.json", Output(OutputMode.QUIET))
@@ -100,6 +114,6 @@ def test_bad_calibration_input_is_refused_before_anything_starts(tmp_path: Path)
         run_calibration(job(tmp_path, prompts=2), tmp_path / "c.json", Output(OutputMode.QUIET))
     with pytest.raises(BadInput, match="--out"):
         run_calibration(job(tmp_path), tmp_path / "none" / "c.json", Output(OutputMode.QUIET))
-    away = CalibrationJob(**{**job(tmp_path).__dict__, "url": "http://127.0.0.1:9"})
+    away = replace(job(tmp_path), url="http://127.0.0.1:9")
     with pytest.raises(BadEnvironment, match="cannot be reached"):
         run_calibration(away, tmp_path / "c.json", Output(OutputMode.QUIET))

@@ -14,6 +14,7 @@ from ddtree_ops.bench.calibration_fit import (
     reliability,
     walk_truth,
 )
+from ddtree_ops.bench.dataset import Prompt
 from ddtree_ops.errors import JobFailed
 
 POSITIONS, TOPK = 5, 3
@@ -130,10 +131,10 @@ def random_steps(count: int, seed: int) -> list[Step]:
 
 
 def test_fit_and_judgement_use_different_prompts() -> None:
-    logged = [[step([[n, 100]], [n])] for n in range(1, 7)]
-    fitted, judged = split_prompts(logged)
-    assert [one.truth[0] for one in fitted] == [1, 2, 4, 5]
-    assert [one.truth[0] for one in judged] == [3, 6]
+    prompts = [Prompt(name, text=name) for name in "abcdef"]
+    fitted, judged = split_prompts(prompts)
+    assert [prompt.id for prompt in fitted] == ["a", "b", "d", "e"]
+    assert [prompt.id for prompt in judged] == ["c", "f"]
 
 
 def test_a_fitted_file_is_what_the_engine_reads_and_helps_on_unseen_steps() -> None:
