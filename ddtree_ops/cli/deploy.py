@@ -15,6 +15,7 @@ from ddtree_ops.errors import BadInput
 
 if TYPE_CHECKING:
     from ddtree_ops.hosts.facts import FactsProvider
+    from ddtree_ops.hosts.runner import Event
     from ddtree_ops.output import Output
     from ddtree_ops.schemas.cluster import Cluster
 
@@ -100,7 +101,10 @@ def check(
 def _ansible_facts(out: Output, cluster: Cluster, folder: Path, limit: list[str]) -> FactsProvider:
     from ddtree_ops.hosts.ansible_facts import AnsibleHosts
 
-    hosts = AnsibleHosts.of(cluster, folder, limit=limit)
+    def show(event: Event) -> None:
+        out.event("task", host=event.host, task=event.task, status=event.status)
+
+    hosts = AnsibleHosts.of(cluster, folder, limit=limit, on_event=show)
     out.note(f"reading {', '.join(hosts.names)}")
     return hosts
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddtree_ops.errors import BadEnvironment
 from ddtree_ops.hosts.inventory import Inventory, load_inventory
-from ddtree_ops.hosts.runner import Ansible, RunStatus, SshOptions
+from ddtree_ops.hosts.runner import Ansible, Event, SshOptions
 from ddtree_ops.hosts.secrets import resolve_secret
 from ddtree_ops.schemas.cluster import Cluster
 
@@ -17,33 +17,54 @@ from ddtree_ops.schemas.cluster import Cluster
 class AnsibleHosts:
     """Reads hosts over SSH, anew at every call of :meth:`captures`: facts are never cached."""
 
-    def __init__(self, ansible: Ansible, names: list[str], *, paths: list[str], deadline_s: float) -> None:
+    def __init__(
+        self,
+        ansible: Ansible,
+        names: list[str],
+        *,
+        paths: list[str],
+        deadline_s: float,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
         self.names = names
         self._ansible = ansible
         self._paths = paths
         self._deadline_s = deadline_s
+        self._on_event = on_event
         self._unreachable: dict[str, str] = {}
 
     @classmethod
-    def of(cls, cluster: Cluster, folder: Path, *, limit: list[str]) -> AnsibleHosts:
+    def of(
+        cls,
+        cluster: Cluster,
+        folder: Path,
+        *,
+        limit: list[str],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> AnsibleHosts:
         """The hosts of a cluster.yaml that stands in `folder`, or those of them that are named."""
         inventory = load_inventory(cluster, folder).limited(limit)
         paths = [cluster.paths.models, cluster.paths.state]
         ansible = ansible_for(cluster, folder, inventory)
-        return cls(ansible, inventory.names, paths=paths, deadline_s=cluster.deadlines.facts)
+        deadline = cluster.deadlines.facts
+        return cls(ansible, inventory.names, paths=paths, deadline_s=deadline, on_event=on_event)
 
     def captures(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the probe printed, by host. Raises JobFailed when Ansible itself fails."""
+        """What the probe printed, by host. Raises JobFailed when Ansible itself fails.
+
+        A host on which the probe cannot run (no sudo, no Python) keeps no other from being read.
+        """
         outcome = self._ansible.run(
-            "facts.yml", variables={"facts_paths": self._paths}, deadline_s=self._deadline_s
+            "facts.yml",
+            variables={"facts_paths": self._paths},
+            deadline_s=self._deadline_s,
+            on_event=self._on_event,
         )
-        self._unreachable = dict(outcome.unreachable)
-        if outcome.status is RunStatus.TIMED_OUT or outcome.failed or not outcome.hosts:
-            outcome.require_ok()
-        found = {
-            name: facts["facts_capture"] for name, facts in outcome.facts.items() if "facts_capture" in facts
-        }
-        if not found and not self._unreachable:
+        key = "facts_capture"
+        found = {name: facts[key] for name, facts in outcome.facts.items() if key in facts}
+        self._unreachable = {name: f"unreachable: {reason}" for name, reason in outcome.unreachable.items()}
+        self._unreachable |= {name: f"cannot be read: {reason}" for name, reason in outcome.failed.items()}
+        if set(outcome.hosts) - set(found) - set(self._unreachable):
             outcome.require_ok()
         return found
 

@@ -112,9 +112,9 @@ def check_host(host: HostFacts, want: Expectations) -> list[Finding]:
 
 
 def unreachable_host(host: str, reason: str) -> Finding:
-    """An unreachable host is not a host that is down: nothing follows from it but this."""
-    remedy = f"ssh to {host} by hand: address, key, known_hosts, firewall"
-    return Finding("host.reachable", host, Status.FAIL, f"unreachable: {reason}", remedy)
+    """A host that cannot be reached or read is not a host that is down: nothing follows from it but this."""
+    remedy = f"ssh to {host} by hand: address, key, known_hosts, firewall, sudo (ssh.become), python3"
+    return Finding("host.reachable", host, Status.FAIL, reason, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Status:

@@ -115,7 +115,7 @@ class FactsProvider(Protocol):
         ...
 
     def unreachable(self) -> Mapping[str, str]:
-        """Why the others could not; known after :meth:`captures`."""
+        """Why the others could not, or could not be read; known after :meth:`captures`."""
         ...
 
 

@@ -45,7 +45,7 @@ def test_a_host_that_does_not_answer_is_unreachable_and_not_failed(ssh_host: Ssh
     assert outcome.failed == {}
 
 
-def test_check_reads_one_host_and_says_that_the_other_is_unreachable(
+def test_check_reads_one_host_and_says_why_the_others_could_not_be(
     ssh_host: SshHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = {"ansible_python_interpreter": sys.executable}
@@ -54,7 +54,17 @@ def test_check_reads_one_host_and_says_that_the_other_is_unreachable(
         "schema": 1,
         "name": "lab",
         "engine": "reference",
-        "hosts": {"inline": {"gpu-a": {**host, "port": ssh_host.port}, "gpu-b": {**host, "port": 2223}}},
+        "hosts": {
+            "inline": {
+                "gpu-a": {**host, "port": ssh_host.port},
+                "gpu-b": {**host, "port": 2223},
+                "gpu-c": {
+                    **host,
+                    "port": ssh_host.port,
+                    "vars": {"ansible_python_interpreter": "/no/python"},
+                },
+            }
+        },
         "ssh": {
             "known_hosts": str(ssh_host.known_hosts),
             "private_key": str(ssh_host.private_key),
@@ -71,6 +81,7 @@ def test_check_reads_one_host_and_says_that_the_other_is_unreachable(
     assert code == 1
     assert found["gpu-b", "host.reachable"]["status"] == "fail"
     assert "unreachable" in found["gpu-b", "host.reachable"]["found"]
+    assert found["gpu-c", "host.reachable"]["found"].startswith("cannot be read: facts: Run the probe")
     assert found["gpu-a", "host.root"]["status"] == "pass"
     assert found["gpu-a", "gpu.count"]["status"] == "skip"
     assert ("gpu-b", "host.root") not in found
