@@ -220,10 +220,12 @@ def _draft_backend(view: ServerArguments) -> str:
 
 
 def survey(view: ServerArguments, card_bytes: int) -> Surroundings:
-    """Read the checkpoints' configs for `resolve`; local folders only, hub names leave facts unknown."""
+    """Read the checkpoints' configs for `resolve`; what is not on this disk stays unknown."""
     tp = int(view.tp_size or 1)
     node_bytes = 0
-    text_config = memory.text_config_of(view.model_path)
+    target = memory.checkpoint_folder(view.model_path)
+    drafter = memory.checkpoint_folder(view.speculative_draft_model_path or "")
+    text_config = memory.text_config_of(target)
     if text_config is not None:
         shape = memory.recurrent_shape(
             text_config,
@@ -231,10 +233,9 @@ def survey(view: ServerArguments, card_bytes: int) -> Surroundings:
             tp=tp,
         )
         node_bytes = 0 if shape is None else shape.node_bytes
-    drafter = view.speculative_draft_model_path or ""
-    weights = memory.weight_bytes(view.model_path) + memory.weight_bytes(drafter)
+    weights = memory.weight_bytes(target) + memory.weight_bytes(drafter)
     return Surroundings(
-        draft_block=_draft_block(memory.text_config_of(drafter) if drafter else None),
+        draft_block=_draft_block(memory.text_config_of(drafter)),
         node_bytes=node_bytes,
         weight_bytes=weights // tp,
         card_bytes=card_bytes,

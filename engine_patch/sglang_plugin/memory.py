@@ -116,18 +116,38 @@ def check_fits(node_bytes: int, width: int, running: int, room: int) -> None:
     )
 
 
-def weight_bytes(model_path: str) -> int:
-    """Bytes of the checkpoint's safetensors files; 0 for a path that is not a local folder."""
+def checkpoint_folder(model_path: str, cache: str | None = None) -> Path | None:
+    """A checkpoint on this disk: the folder itself, or a hub name's snapshot in the cache; None if neither.
+
+    cache  the hub cache's folder, by default the one that `huggingface_hub` uses
+    """
+    if not model_path:
+        return None
     folder = Path(model_path)
-    if not folder.is_dir():
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        config = try_to_load_from_cache(model_path, "config.json", cache_dir=cache)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def weight_bytes(folder: Path | None) -> int:
+    """Bytes of a checkpoint's safetensors files; 0 for none."""
+    if folder is None:
         return 0
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def text_config_of(model_path: str) -> dict[str, Any] | None:
-    """The text part of a local checkpoint's config.json; None for a path that is not a local folder."""
-    file = Path(model_path) / "config.json"
-    if not file.is_file():
+def text_config_of(folder: Path | None) -> dict[str, Any] | None:
+    """The text part of a checkpoint's config.json; None without one."""
+    if folder is None or not (file := folder / "config.json").is_file():
         return None
     data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     nested = data.get("text_config")

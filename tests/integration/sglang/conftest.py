@@ -1,6 +1,6 @@
 """Tests against SGLang's real source, in `.venv-sglang` (tools/make_sglang_venv.py), without a GPU.
 
-    .venv-sglang/bin/python -m pytest tests/integration/sglang
+    .venv-sglang/bin/pytest tests/integration/sglang
 
 In an environment without SGLang nothing here is collected.
 """

@@ -58,6 +58,21 @@ def test_a_node_of_qwen36_27b_takes_147_mib_and_half_on_two_ranks():
     )
 
 
+def test_a_hub_name_is_found_in_the_cache_and_an_unknown_one_is_not(tmp_path):
+    snapshot = tmp_path / "models--org--target" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--target" / "refs").mkdir()
+    (tmp_path / "models--org--target" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text('{"text_config": {"num_hidden_layers": 4}}')
+    (snapshot / "model.safetensors").write_bytes(b"12345")
+    folder = memory.checkpoint_folder("org/target", cache=str(tmp_path))
+    assert memory.text_config_of(folder) == {"num_hidden_layers": 4}
+    assert memory.weight_bytes(folder) == 5
+    assert memory.checkpoint_folder("org/other", cache=str(tmp_path)) is None
+    assert memory.checkpoint_folder("/no/such/folder", cache=str(tmp_path)) is None
+    assert memory.checkpoint_folder(str(snapshot)) == snapshot
+
+
 def test_a_model_without_recurrent_layers_needs_no_states():
     assert memory.recurrent_shape({"num_hidden_layers": 4}, state_bytes=4) is None
     assert resolve(view(), TREE, around(card_bytes=CARD_96))["max_running_requests"] == 4
