@@ -216,7 +216,7 @@ class Ansible:
     def _environment(self, private: Path) -> dict[str, str]:
         known_hosts = self._ssh.known_hosts
         ssh = ["-o StrictHostKeyChecking=yes", "-o ServerAliveInterval=15", "-o ServerAliveCountMax=4"]
-        ssh += ["-o ControlMaster=auto", "-o ControlPersist=30s", "-o BatchMode=yes"]
+        ssh += ["-o ControlMaster=auto", "-o ControlPersist=10s", "-o BatchMode=yes"]
         ssh += [f"-o UserKnownHostsFile={known_hosts.expanduser()}"] if known_hosts else []
         environment = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",

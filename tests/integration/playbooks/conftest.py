@@ -17,8 +17,10 @@ import pytest
 from ddtree_ops.hosts.inventory import Host, Inventory
 from ddtree_ops.hosts.runner import Ansible, SshOptions
 
-NAMESPACE = "ddtree-test"
-ADDRESS, GATEWAY = "10.231.0.2", "10.231.0.1"
+#: Of this process alone: test runs beside each other do not meet.
+NAMESPACE = f"ddtree-{os.getpid()}"
+OUTSIDE, INSIDE = f"ddt{os.getpid() % 100000}o", f"ddt{os.getpid() % 100000}i"
+GATEWAY, ADDRESS = (f"10.231.{os.getpid() % 250}.{last}" for last in (1, 2))
 LOCAL = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
 
 
@@ -93,20 +95,17 @@ def ssh_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHost]:
         if server is not None:
             server.terminate()
             server.wait(10)
-        subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
+        for what in (("link", "del", OUTSIDE), ("netns", "del", NAMESPACE)):
+            subprocess.run(["ip", *what], capture_output=True, check=False)
 
 
 def _make_namespace() -> None:
-    subprocess.run(
-        ["ip", "netns", "del", NAMESPACE], capture_output=True, check=False
-    )  # of a run that was killed
-    subprocess.run(["ip", "link", "del", "ddtree-out"], capture_output=True, check=False)
     run("ip", "netns", "add", NAMESPACE)
-    run("ip", "link", "add", "ddtree-out", "type", "veth", "peer", "name", "ddtree-in", "netns", NAMESPACE)
-    run("ip", "addr", "add", f"{GATEWAY}/30", "dev", "ddtree-out")
-    run("ip", "link", "set", "ddtree-out", "up")
-    run("ip", "-n", NAMESPACE, "addr", "add", f"{ADDRESS}/30", "dev", "ddtree-in")
-    run("ip", "-n", NAMESPACE, "link", "set", "ddtree-in", "up")
+    run("ip", "link", "add", OUTSIDE, "type", "veth", "peer", "name", INSIDE, "netns", NAMESPACE)
+    run("ip", "addr", "add", f"{GATEWAY}/30", "dev", OUTSIDE)
+    run("ip", "link", "set", OUTSIDE, "up")
+    run("ip", "-n", NAMESPACE, "addr", "add", f"{ADDRESS}/30", "dev", INSIDE)
+    run("ip", "-n", NAMESPACE, "link", "set", INSIDE, "up")
     run("ip", "-n", NAMESPACE, "link", "set", "lo", "up")
 
 
