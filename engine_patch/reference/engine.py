@@ -132,7 +132,8 @@ class Engine:
 
     def start(self, request: GenerateRequest) -> RunningRequest:
         """A request with empty caches."""
-        capacity = len(request.prompt_ids) + request.max_new_tokens + SLACK // 2
+        # Longer outputs make the caches grow.
+        capacity = len(request.prompt_ids) + min(request.max_new_tokens, SLACK) + SLACK
         drafter_cache = None
         if self.drafter is not None:
             drafter_cache = DrafterCache.empty(self.drafter.config, capacity, self.dtype)

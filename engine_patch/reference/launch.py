@@ -142,8 +142,14 @@ async def _run(service: Service, scheduler: Scheduler, listener: socket.socket, 
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            scheduler.abort(None)  # asked twice: don't wait for running requests
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     asked = asyncio.create_task(stopping.wait())
     while not server.started and not serving.done():

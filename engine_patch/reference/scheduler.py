@@ -231,7 +231,10 @@ class Scheduler:
 
     def _end(self, ticket: Ticket, finish: dict[str, Any] | None, error: str | None = None) -> None:
         update = _update(ticket, finish, error)
-        self.observer.finished(ticket, update, self.clock())
+        try:
+            self.observer.finished(ticket, update, self.clock())
+        except Exception:
+            log.exception("request %s: its figures are lost", ticket.request.rid)
         ticket.deliver(update)
 
 

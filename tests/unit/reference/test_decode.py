@@ -129,6 +129,14 @@ def test_bfloat16_runs_and_stays_close(tiny, plain):
     assert len(output) == len(plain[1])
 
 
+def test_caches_grow_with_a_long_output(engines):
+    prompt = PROMPTS[1]
+    expected, _ = generate(engines("ar"), prompt, 450)
+    found, running = generate(engines("ddtree"), prompt, 450, budget=63)
+    assert found == expected
+    assert running.target_cache.keys.shape[2] > 30 + 2 * 256
+
+
 def test_logprobs_agree_between_arms(engines):
     requests = {"ar": None, "dflash": None, "ddtree": 31}
     found = {}

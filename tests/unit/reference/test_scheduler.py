@@ -142,6 +142,16 @@ def test_a_failing_step_ends_its_own_request_only(scheduler, engine, caplog):
     assert value(scheduler, "ddtree_requests_total", reason="error") == 1
 
 
+def test_figures_that_fail_do_not_take_the_worker_along(scheduler, caplog):
+    def broken(*_):
+        raise RuntimeError("no figures")
+
+    scheduler.observer.finished = broken
+    assert submit(scheduler, random_prompt(8))[1].last().finish["type"] == "length"
+    assert submit(scheduler, random_prompt(8))[1].last().finish["type"] == "length"
+    assert "no figures" in caplog.text
+
+
 def test_a_stop_id_inside_a_commit_cuts_exactly(scheduler, engines, codec):
     """Whatever step it falls into: the output ends with the stop token, the text without it."""
     prompt = random_prompt(30, seed=30)
