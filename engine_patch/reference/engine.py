@@ -133,7 +133,7 @@ class Engine:
     def start(self, request: GenerateRequest) -> RunningRequest:
         """A request with empty caches."""
         # Longer outputs make the caches grow.
-        capacity = len(request.prompt_ids) + min(request.max_new_tokens, SLACK) + SLACK
+        capacity = len(request.prompt_ids) + min(request.max_new_tokens, SLACK)
         drafter_cache = None
         if self.drafter is not None:
             drafter_cache = DrafterCache.empty(self.drafter.config, capacity, self.dtype)

@@ -134,7 +134,7 @@ def test_caches_grow_with_a_long_output(engines):
     expected, _ = generate(engines("ar"), prompt, 450)
     found, running = generate(engines("ddtree"), prompt, 450, budget=63)
     assert found == expected
-    assert running.target_cache.keys.shape[2] > 30 + 2 * 256
+    assert running.target_cache.keys.shape[2] >= 30 + 450
 
 
 def test_logprobs_agree_between_arms(engines):
@@ -170,7 +170,7 @@ def test_prompt_logprobs_are_those_of_decoding_the_prompt(engines):
 
 def test_a_drafting_arm_needs_a_drafter(tiny):
     with pytest.raises(InputError, match="needs a drafter"):
-        Engine.load(Arm.DDTREE, tiny / "target", None)
+        Engine.load(Arm.DDTREE, tiny / "target", None, context_length=64)
 
 
 @pytest.mark.parametrize(("arm", "budget"), [("dflash", None), ("ddtree", 63)])
