@@ -63,7 +63,9 @@ def resolve(view: ServerArguments, config: Config, around: Surroundings) -> dict
         "speculative_dflash_block_size": block,
         "speculative_num_draft_tokens": width,
         "speculative_eagle_topk": TREE_TOPK,
-        "speculative_num_steps": min(block, width) - 1,
+        # The scheduler expects a step to take max(steps x topk, Q) slots: here never fewer than the
+        # drafter's block, which a small tree would otherwise leave out.
+        "speculative_num_steps": block - 1,
         "max_running_requests": running,
         "speculative_draft_attention_backend": _draft_backend(view),
         "enable_mixed_chunk": False,

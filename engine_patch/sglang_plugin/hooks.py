@@ -168,7 +168,7 @@ def _tree_input(custom_mask: Any) -> Any:
         retrieve_next_token=None,
         retrieve_next_sibling=None,
         retrieve_cum_len=None,
-        spec_steps=spec.speculative_num_steps,
+        spec_steps=min(spec.speculative_num_steps, spec.speculative_num_draft_tokens - 1),
         topk=spec.speculative_eagle_topk,
         draft_token_num=spec.speculative_num_draft_tokens,
         capture_hidden_mode=CaptureHiddenMode.FULL,

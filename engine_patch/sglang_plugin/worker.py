@@ -62,7 +62,7 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self._refuse_drafter()
         if self.config.verifies_tree:
             self.speculative_num_draft_tokens = self.verify_width
-            self.speculative_num_steps = self.depth - 1
+            self.speculative_num_steps = self.block_width - 1
         self._tree_sampler: TreeDraftSampler | None = None
         self._positions: Tensor | None = None
         self._block_ids: Tensor | None = None

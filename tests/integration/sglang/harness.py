@@ -260,7 +260,7 @@ def configured(width):
         get_spec().override(
             speculative_num_draft_tokens=width,
             speculative_dflash_block_size=BLOCK,
-            speculative_num_steps=min(BLOCK, width) - 1,
+            speculative_num_steps=BLOCK - 1,
         )
     )
     return stack
