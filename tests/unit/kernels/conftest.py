@@ -7,26 +7,11 @@ import os
 # Before anything imports triton: kernels run in its interpreter here.
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
+from ddtree_kernels import interpreting
 
-
-def _wide(handle):
-    """A dot operand's values: the interpreter keeps bfloat16 as raw 16-bit words and would multiply those."""
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle.data
-    return (handle.data.astype(np.uint32) << 16).view(np.float32)
-
-
-def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    product = np.matmul(_wide(a), _wide(b), dtype=d.data.dtype)
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-
-interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreting.prepare()
 
 
 @pytest.fixture(autouse=True)
