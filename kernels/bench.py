@@ -554,7 +554,8 @@ class Bench:
         def work() -> None:
             commit_unchecked(
                 inputs.x, inputs.a, inputs.b, inputs.A_log, inputs.dt_bias, inputs.weight, None,
-                inputs.conv_pool, inputs.state_pool, inputs.slots, path, counts, shape.heads, True, None, None,
+                inputs.conv_pool, inputs.state_pool, inputs.slots, path, counts, shape.heads, True,
+                None, None,
             )  # fmt: skip
 
         taken = self.milliseconds(work)
