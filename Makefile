@@ -55,6 +55,10 @@ unit: $(READY)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
+# Compiles every kernel for sm_90 and sm_120; needs no GPU, takes minutes, fails where one does not fit.
+kernels-aot: $(READY)
+	$(BIN)/python -m ddtree_kernels.aot
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
