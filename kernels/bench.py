@@ -150,7 +150,7 @@ class Bench:
         """Every measurement, most wanted first."""
         small = self.options.tiny
         wide, narrow = (8, 4) if small else (64, 16)
-        batches = (1, 2, 2) if small else (1, 4, 8)
+        batches = (1, 1, 2) if small else (1, 4, 8)
         self.step("bandwidth", self.measure_bandwidth)
         if self.options.stock and not small:
             self.step("stock-import", self.import_stock)

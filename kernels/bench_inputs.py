@@ -36,7 +36,7 @@ class Shape:
 
 
 QWEN36_27B = Shape()
-TINY = Shape(layers=2, heads=1, value_heads=2, key_dim=16, value_dim=16, block=4)
+TINY = Shape(layers=1, heads=1, value_heads=2, key_dim=16, value_dim=16, block=4)
 
 
 @dataclass(frozen=True)
