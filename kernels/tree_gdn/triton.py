@@ -8,7 +8,8 @@ diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's output is 
     o   = M v + q' S0                             two products, streamed over tiles of V
 
 so the solve happens once per request and head, not once per tile of V, and no state is written. (M is
-stored by columns of whole blocks; the triangle above the diagonal blocks is neither written nor read.)
+stored by columns of whole blocks; the corner above the diagonal blocks carries the first block's inverse to
+the second's launch.)
 
 **Why it is stable.** M[i, j] is the response of node i to a unit write at node j, q'_i that of node i to the
 prefix state: products of decays and of the contractions I - beta k k^T, so |M| <= beta and |q'_i| <= |q_i|,
@@ -192,7 +193,7 @@ def _block_inverse(
     decay = _decay(seen, exact_sum, rest_sum, exact_sum, rest_sum) * key_norm[None, :]
     L = _dot_inputs(keys, tl.trans(keys), PRECISION) * decay * (beta * key_norm)[:, None]
     T = _unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], L, 0.0), BQ, PRECISION)
-    return keys, key_norm, beta, exact, rest, exact_sum, rest_sum, decay, T
+    return keys, key_norm, beta, exact_sum, rest_sum, decay, T
 
 
 @triton.jit
@@ -257,25 +258,7 @@ def _tree_gdn_solve_kernel(
     own = rows
     if SECOND:
         own = BQ + rows
-        keys_a, norm_a, beta_a, exact_a, rest_a, exact_sum_a, rest_sum_a, decay, T_a = _block_inverse(
-            a,
-            b,
-            k,
-            bits,
-            rate,
-            bias,
-            rows,
-            channels,
-            Q,
-            stride_aq,
-            stride_bq,
-            stride_kq,
-            K,
-            BQ,
-            WORDS,
-            SOLVE_PRECISION,
-        )
-    keys, key_norm, beta, _, _, exact_sum, rest_sum, decay, T = _block_inverse(
+    keys, key_norm, beta, exact_sum, rest_sum, decay, T = _block_inverse(
         a,
         b,
         k,
@@ -293,19 +276,28 @@ def _tree_gdn_solve_kernel(
         WORDS,
         SOLVE_PRECISION,
     )
+    place = (request * tl.num_programs(0) + head) * Q
+    if WIDTH > BQ and not SECOND:
+        # For the second block's launch, in the corner of the responses that is never read.
+        tl.store(responses + (place + rows[:, None]) * WIDTH + BQ + rows[None, :], T)
     queries = _rows(q, own, channels, Q, K, stride_qq)
     query_norm = _inverse_norm(queries) * scale
     P = _dot_inputs(queries, tl.trans(keys), SOLVE_PRECISION) * decay * query_norm[:, None]
     M = _dot(P, T, SOLVE_PRECISION)
     if SECOND:
+        beta_a, exact_a, rest_a = _gates(a, b, rate, bias, rows, Q, stride_aq, stride_bq)
         seen = _seen(bits, own, rows, Q, WORDS)
         exact_before, rest_before = _path_sums(seen, exact_a, rest_a)
         exact_sum += exact_before
         rest_sum += rest_before
+        exact_sum_a, rest_sum_a = _path_sums(_seen(bits, rows, rows, Q, WORDS), exact_a, rest_a)
+        keys_a = _rows(k, rows, channels, Q, K, stride_kq)
+        norm_a = _inverse_norm(keys_a)
         decay = _decay(seen, exact_sum, rest_sum, exact_sum_a, rest_sum_a) * norm_a[None, :]
         L = _dot_inputs(keys, tl.trans(keys_a), SOLVE_PRECISION) * decay * (beta * key_norm)[:, None]
         P = _dot_inputs(queries, tl.trans(keys_a), SOLVE_PRECISION) * decay * query_norm[:, None]
         P -= _dot(M, L, SOLVE_PRECISION)
+        T_a = tl.load(responses + (place + rows[:, None]) * WIDTH + BQ + rows[None, :])
         M_a = _dot(P, T_a, SOLVE_PRECISION) * beta_a[None, :]
     M = M * beta[None, :]
     prefix_decay = tl.exp(exact_sum + rest_sum)
@@ -329,7 +321,7 @@ def _tree_gdn_solve_kernel(
             mask = valid & (values[None, :] < V)
             tl.store(o + values[None, :], out.to(o.dtype.element_ty), mask=mask)
     else:
-        place = (request * tl.num_programs(0) + head) * Q + own[:, None]
+        place += own[:, None]
         tl.store(
             prefix_queries + place * K + channels[None, :], prefix_query, mask=valid & (channels < K)[None, :]
         )
