@@ -100,6 +100,20 @@ def test_a_fault_stops_the_server_and_is_named(check, fault, said):
         check(fault)
 
 
+def test_a_cache_without_memory_behind_it_is_left_alone(check, monkeypatch):
+    make = harness.make_runner
+
+    def unbacked(*arguments):
+        runner, recorded = make(*arguments)
+        runner.token_to_kv_pool = SimpleNamespace(post_capture_active=True)
+        return runner, recorded
+
+    monkeypatch.setattr(harness, "make_runner", unbacked)
+    report, pool = check("rows in order")
+    assert list(report) == ["skipped"]
+    assert pool.req_to_token[1].any()
+
+
 def test_random_trees_are_trees_of_the_asked_depth():
     rng = np.random.default_rng(0)
     for width, depth in ((4, 4), (16, 5), (64, 16), (8, 16)):
