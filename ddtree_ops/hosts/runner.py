@@ -363,8 +363,11 @@ class _Collector:
 
 
 def _message(result: Mapping[str, Any]) -> str:
-    """One line that says why."""
+    """One line that says why; of a command also the last thing that it said itself."""
     text = str(result.get("msg") or result.get("stderr") or result.get("module_stderr") or "no message")
+    said = str(result.get("stderr") or result.get("stdout") or "").strip().splitlines()
+    if "rc" in result and said and said[-1] not in text:
+        text = f"{text}: {said[-1]}"
     return " ".join(text.split())[:500]
 
 

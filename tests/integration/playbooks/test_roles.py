@@ -5,8 +5,6 @@ Molecule covers each role (`make molecule`); here are the parts that need a serv
 
 from __future__ import annotations
 
-import getpass
-import grp
 import os
 import re
 import shutil
@@ -41,8 +39,6 @@ def fetch(folder: Path, hub: Hub, *, secrets: dict[str, str] | None = None, **va
         "model_cache",
         {
             "model_cache_folder": str(folder / "models"),
-            "model_cache_owner": getpass.getuser(),
-            "model_cache_group": grp.getgrgid(os.getgid()).gr_name,
             "model_cache_endpoint": hub.url,
             "model_cache_hf": str(hf),
             "model_cache_manage_client": False,
@@ -128,6 +124,30 @@ def test_the_whole_site_can_be_planned_without_changing_anything(tmp_path: Path)
     would = {change.task.partition(": ")[0] for change in outcome.changes}
     assert {"service_host", "nvidia_driver", "container_runtime", "gpu_settings", "monitoring"} <= would
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.root
+def test_roles_do_not_undo_each_other(tmp_path: Path) -> None:
+    """Folders that two roles look after keep one owner."""
+    if os.getuid() != 0:
+        pytest.skip("giving folders away needs root")
+    variables = {
+        "facts_paths": [str(tmp_path)],
+        "service_host_root": str(tmp_path),
+        "service_host_manage_user": False,
+        "service_host_user": "nobody",
+        "service_host_group": "nogroup",
+        "service_host_state": str(tmp_path / "state"),
+        "service_host_models": str(tmp_path / "state" / "models"),
+        "service_host_jit": str(tmp_path / "state" / "jit"),
+        "service_host_logs": str(tmp_path / "logs"),
+        "model_cache_folder": str(tmp_path / "state" / "models"),
+    }
+    for changed in (True, False):
+        outcome = local().run("site.yml", variables=variables, tags=["service_host", "model_cache"])
+        outcome.require_ok()
+        assert bool(outcome.changes) is changed, outcome.changes
+    assert (tmp_path / "state" / "models").owner() == "nobody"
 
 
 def test_every_role_has_defaults_a_description_and_a_scenario() -> None:

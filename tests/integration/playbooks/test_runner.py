@@ -81,6 +81,11 @@ def test_a_failed_task_is_named_with_its_message_and_secrets_are_hidden(
     assert list(private_folders.iterdir()) == []
 
 
+def test_a_failed_command_is_shown_with_its_own_words(tmp_path: Path) -> None:
+    book = play(tmp_path, "- ansible.builtin.command: {argv: [sh, -c, 'echo so what >&2; exit 3']}")
+    assert local().run(book).failed["here"].endswith("non-zero return code: so what")
+
+
 def test_a_run_without_statistics_is_a_failure(tmp_path: Path) -> None:
     book = tmp_path / "broken.yml"
     book.write_text("- hosts: all\n  nonsense: true\n")
