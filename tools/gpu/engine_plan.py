@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -42,6 +43,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
 START_LIMIT = 330
+LONGEST = 400
 ENVIRONMENT = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
@@ -193,14 +195,14 @@ def parse_options() -> argparse.Namespace:
         "--pair",
         type=Path,
         default=ROOT / "engine_patch/reference/pair",
-        help="folder with target/ and drafter/",
+        help="folder with target/, drafter/ and prompts.jsonl",
     )
     add(
         "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
     )
     add("--minutes", type=float, default=9.0, help="end by itself after this long")
     add("--parallel", type=int, default=3, help="servers started side by side")
-    add("--prompts", type=int, default=24)
+    add("--prompts", type=int, default=40)
     add("--tokens", type=int, default=160)
     add("--load-minutes", type=float, default=3.0)
     add("--draws", type=int, default=1000, help="per prompt, 20 prompts")
@@ -324,35 +326,20 @@ def host_facts(context: Context) -> dict[str, Any]:
     facts["check"] = subprocess.run(
         check, env=environment, cwd=context.raw, capture_output=True, text=True, check=False
     ).stdout
+    prompts = context.options.pair / "prompts.jsonl"
+    facts["prompts_sha256"] = hashlib.sha256(prompts.read_bytes()).hexdigest()
     facts |= {"python": platform.python_version(), "argv": sys.argv[1:], "time": time.time()}
     print("host:", json.dumps(facts.get("versions") or facts), facts.get("cards"), flush=True)
     return facts
 
 
 def make_prompts(pair: Path, count: int) -> list[list[int]]:
-    """Token ids of passages of the standard library's source: at hand on every host."""
-    import heapq
-    import inspect
-    import statistics
-    import textwrap
-
+    """Token ids of the pair's prompts, cut to at most `LONGEST` and of different lengths."""
     from tokenizers import Tokenizer
 
-    modules = [statistics, heapq, textwrap, argparse, contextlib, tarfile, tempfile, shutil, random, platform]
     tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
-    prompts: list[list[int]] = []
-    offset = 1500
-    while len(prompts) < count:
-        for module in modules:
-            source = inspect.getsource(module)
-            start = source.find("def ", offset % max(1, len(source) - 3000))
-            ids = tokenizer.encode(source[max(start, 0) :][:2500]).ids
-            if len(ids) >= 180:
-                prompts.append(ids[: 60 + 7 * (len(prompts) % 17)])
-            if len(prompts) == count:
-                break
-        offset += 3571
-    return prompts
+    lines = (pair / "prompts.jsonl").read_text().splitlines()[:count]
+    return [tokenizer.encode(json.loads(line)["text"]).ids[:LONGEST] for line in lines]
 
 
 # -- servers ----------------------------------------------------------------------------------------------

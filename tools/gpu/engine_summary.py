@@ -11,7 +11,6 @@ Gates whose arms did not run are left out and named.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import tarfile
@@ -96,7 +95,7 @@ def summarise(raw: Raw) -> tuple[dict[str, Any], dict[str, str]]:
         "schema": SCHEMA,
         "hardware": {"cards": facts.get("cards"), "nvidia_smi": facts.get("nvidia_smi")},
         "versions": facts.get("versions", {}) | {"python": facts.get("python"), "cuda": facts.get("cuda")},
-        "prompts_sha256": hashlib.sha256(json.dumps(raw.read("host", "prompts")).encode()).hexdigest(),
+        "prompts_sha256": facts.get("prompts_sha256"),
         "arms": [file.name.split(".")[0] for file in served],
         "gates": gates,
     }, missing

@@ -61,6 +61,19 @@ def test_every_kind_of_arm_resolves_to_what_it_says(name, plan, context, plugin,
         assert view.mamba_radix_cache_strategy == "extra_buffer"
 
 
+def test_the_shipped_pair_and_its_prompts_are_what_the_plan_takes(plan, plugin, tmp_path, monkeypatch):
+    pair = PLAN.parents[2] / "engine_patch" / "reference" / "pair"
+    context = plan.Context(argparse.Namespace(pair=pair, out=tmp_path, minutes=1), site=tmp_path)
+    arm = plan.ARMS["tree32"]
+    monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
+    view = resolve(plan.argv_of(context, arm, 30000), plugin)
+    assert view.speculative_dflash_block_size == plan.BLOCK
+    prompts = plan.make_prompts(pair, 40)
+    assert len(prompts) >= 20
+    assert sum(map(len, prompts)) > 300
+    assert all(60 <= len(ids) <= plan.LONGEST for ids in prompts)
+
+
 @pytest.mark.parametrize("name", ["step-ar", "step-dflash", "step-tree8", "step-tree64"])
 def test_the_27b_shapes_resolve(name, plan, tmp_path, plugin, monkeypatch):
     arm = plan.step_arm(name)
