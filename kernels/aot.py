@@ -247,7 +247,7 @@ def _other_cases() -> Iterator[Case]:
             f"Q{width}",
             {"parents": "*i64", "bits": "*i32", "Q": "i32"},
             {"BQ": width, "DOUBLINGS": width.bit_length() - 1, "WORDS": width // 32},
-            {"num_warps": 4},
+            {"num_warps": 8},
         )
 
 

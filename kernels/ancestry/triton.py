@@ -54,6 +54,6 @@ def ancestor_bits(parents: Tensor, out: Tensor | None = None) -> Tensor:
         BQ=block,
         DOUBLINGS=block.bit_length() - 1,
         WORDS=words,
-        num_warps=4,
+        num_warps=8,
     )
     return out
