@@ -34,7 +34,7 @@ PACKAGES = [
     "jsonschema",
     "loguru",
     "msgspec",
-    "numpy",
+    "numpy<2.4",  # Triton 3.6's interpreter turns one-element arrays into numbers
     "nvidia-ml-py",
     "openai==2.8.0",
     "opentelemetry-api",
