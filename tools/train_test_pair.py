@@ -6,7 +6,9 @@
   generate   the target's greedy continuations of training text                             (GPU, a minute)
   drafter    stage 2: the drafter on those continuations; run again with --more to go on    (GPU, minutes)
   evaluate   accept lengths on held-out windows (quick, any device)
+  continue   the target's continuations of windows of held-out files                        (CPU)
   prompts    choose the shipped prompts by the target's own output                          (CPU)
+  temperature  scale the drafter's logits for the calibration prompts                       (CPU)
   ship       lay weights, tokenizer, prompts and curves out as package data, with hashes    (CPU)
   measure    accept lengths of the shipped pair in the CPU engine's own decode loop         (CPU)
 
@@ -83,9 +85,14 @@ def parser() -> argparse.ArgumentParser:
     sub = command("evaluate", run_evaluate)
     reads_tokens(sub)
     sub.add_argument("--count", type=int, default=64)
-    sub = command("prompts", run_prompts)
+    sub = command("continue", run_continue)
     reads_tokens(sub)
+    sub.add_argument("--part", default="1/1", help="k/n: this process takes every n-th batch")
+    sub = command("prompts", run_prompts)
+    sub.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
     sub.add_argument("--out", type=Path, required=True)
+    sub = command("temperature", run_temperature)
+    sub.add_argument("--temperatures", type=float, nargs="+", default=[0.85, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0])
     sub = command("ship", run_ship)
     sub.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
     sub.add_argument("--prompts", type=Path, required=True, help="folder of the two prompt files")
@@ -178,17 +185,50 @@ def run_evaluate(args: argparse.Namespace) -> None:
     Curve(args.work / "evaluation.jsonl").write(stage="evaluate", made=len(made), kept=len(good), **figures)
 
 
-def run_prompts(args: argparse.Namespace) -> None:
+def run_continue(args: argparse.Namespace) -> None:
     from pair import prompts
 
     streams = data.unpack(args.tokens)
-    target = checkpoint.load_target(args.work / "target").to(args.device)
-    chosen = prompts.choose(target, streams, load_tokenizer(args))
+    target = checkpoint.load_target(args.work / "target")
+    part, parts = (int(x) for x in args.part.split("/"))
+    tried = prompts.choose(target, streams, load_tokenizer(args), (part - 1, parts))
+    with (args.work / f"tried-{part}.json").open("w", encoding="utf-8") as f:
+        json.dump(tried, f)
+
+
+def run_prompts(args: argparse.Namespace) -> None:
+    from pair import prompts
+
+    tried = [
+        x for p in sorted(args.work.glob("tried-*.json")) for x in json.loads(p.read_text(encoding="utf-8"))
+    ]
+    chosen = prompts.select(tried, load_tokenizer(args))
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, part in (("prompts", chosen[0::2]), ("calibration-prompts", chosen[1::2])):
+    for name, part in (
+        ("prompts", chosen[: prompts.COUNT]),
+        ("calibration-prompts", chosen[prompts.COUNT :]),
+    ):
         print(name, prompts.write(args.out / f"{name}.jsonl", name.split("-")[0], part))
     with (args.work / "chosen.json").open("w", encoding="utf-8") as f:
         json.dump(chosen, f)
+
+
+def run_temperature(args: argparse.Namespace) -> None:
+    """Fit on the calibration half of `chosen.json` by likelihood, fold into the drafter's final norm."""
+    from pair.evaluate import Text
+    from pair.prompts import COUNT
+    from pair.temperature import fold, sweep
+
+    chosen = json.loads((args.work / "chosen.json").read_text(encoding="utf-8"))[COUNT:]
+    texts = [Text(c["ids"] + c["continuation"], len(c["ids"])) for c in chosen]
+    target = checkpoint.load_target(args.work / "target")
+    drafter = checkpoint.load_drafter(args.work / "drafter")
+    records = sweep(target, drafter, texts, args.temperatures, ())
+    best = min(records, key=lambda r: r["nll"])["temperature"]
+    fold(drafter, best)
+    Curve(args.work / "evaluation.jsonl").write(stage="temperature", chosen=best, sweep=records)
+    checkpoint.round_to_bf16_(drafter)
+    checkpoint.save_drafter(drafter, target.shape, args.work / "drafter")
 
 
 def run_ship(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from ddtree_engine.tree import Builder
 from pair.generate import loops
 from tokenizers import Tokenizer
 
-NEW_TOKENS = 192
+NEW_TOKENS = 64
 
 
 def measure(
