@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,7 @@ def ssh_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHost]:
         if server is not None:
             server.terminate()
             server.wait(10)
+        _end_sessions()
         for what in (("link", "del", OUTSIDE), ("netns", "del", NAMESPACE)):
             subprocess.run(["ip", *what], capture_output=True, check=False)
 
@@ -107,6 +110,14 @@ def _make_namespace() -> None:
     run("ip", "-n", NAMESPACE, "addr", "add", f"{ADDRESS}/30", "dev", INSIDE)
     run("ip", "-n", NAMESPACE, "link", "set", INSIDE, "up")
     run("ip", "-n", NAMESPACE, "link", "set", "lo", "up")
+
+
+def _end_sessions() -> None:
+    """Connections that ssh keeps for reuse have server processes that would outlive their network."""
+    answer = subprocess.run(["ip", "netns", "pids", NAMESPACE], capture_output=True, text=True, check=False)
+    for pid in answer.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGTERM)
 
 
 def _wait_for_key(server: subprocess.Popen[bytes], folder: Path) -> None:
