@@ -5,10 +5,12 @@
 #   PYTHON            the Python that makes .venv          (default: python3)
 #   TORCH_INDEX_URL   where to take torch from             (default: see tools/setup_env.py)
 #   PYTEST_ARGS       more arguments for pytest
+#   WORKERS           test processes                       (default: one for each core)
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
+WORKERS ?= auto
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +21,7 @@ TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 .PHONY: help setup quickstart test lint lint-playbooks molecule typecheck unit format kernels-aot clean
 
 help:
-	@sed -n '1,8p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '1,9p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(READY)
 
@@ -48,10 +50,10 @@ molecule: $(READY)
 typecheck: $(READY) $(TYPING)
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 
-# Subprocess servers write their own coverage files: `coverage combine` joins them.
+# Test workers and the servers they start write coverage files of their own: `coverage combine` joins them.
 unit: $(READY)
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/coverage run -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
