@@ -15,10 +15,12 @@ WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SGLANG_VENV := .venv-sglang
+SGLANG_READY := $(SGLANG_VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart test lint lint-playbooks molecule typecheck unit format kernels-aot clean
+.PHONY: help setup quickstart test lint lint-playbooks molecule typecheck unit test-sglang format kernels-aot clean
 
 help:
 	@sed -n '1,9p' Makefile | sed 's/^# \{0,1\}//'
@@ -53,9 +55,17 @@ typecheck: $(READY) $(TYPING)
 # Test workers and the servers they start write coverage files of their own: `coverage combine` joins them.
 unit: $(READY)
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --ignore=tests/integration/sglang $(PYTEST_ARGS)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
+
+# The plugin against the real SGLang 0.5.23, without its heavy dependencies: another environment, about 2 GB.
+test-sglang: $(SGLANG_READY)
+	$(SGLANG_VENV)/bin/python -m pytest tests/integration/sglang $(PYTEST_ARGS)
+
+$(SGLANG_READY): tools/make_sglang_venv.py
+	$(PYTHON) tools/make_sglang_venv.py --venv $(SGLANG_VENV) --torch-index-url "$(TORCH_INDEX_URL)"
+	@touch $@
 
 # Compiles every kernel for sm_90 and sm_120; needs no GPU, takes minutes, fails where one does not fit.
 kernels-aot: $(READY)
@@ -71,4 +81,4 @@ format: $(READY)
 .typing/ddtree_kernels: ; @mkdir -p .typing && ln -sfn ../kernels $@
 
 clean:
-	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info .coverage .coverage.*
+	rm -rf $(VENV) $(SGLANG_VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info .coverage .coverage.*
