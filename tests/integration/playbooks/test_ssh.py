@@ -35,7 +35,7 @@ def test_a_host_with_an_unknown_key_is_refused_as_unreachable(ssh_host: SshHost,
     empty.write_text("")
     outcome = ssh_host.runner(known_hosts=empty).run(play(tmp_path, "- ansible.builtin.ping: {}"))
     assert outcome.status is RunStatus.FAILED
-    # Whether Ansible still catches ssh's own words is a race; the key is the only difference to the test above.
+    # Whether Ansible still catches ssh's own words is a race; the key is what differs from the test above.
     assert list(outcome.unreachable) == ["gpu-a"]
     assert outcome.failed == {}
 
