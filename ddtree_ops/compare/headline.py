@@ -33,6 +33,8 @@ def headline(analysis: Analysis) -> Headline:
     """What the run says of ``ddtree`` against ``dflash``, first in the metric that carries over."""
     metrics = list(Metric) if analysis.on_cpu_engine else list(reversed(Metric))
     claims = [text for metric in metrics if (text := _sentence(analysis, metric))]
+    if claims and (text := _against_plain_decoding(analysis)):
+        claims.append(text)
     loads = len(analysis.results.loads())
     if loads > 1:
         claims += [text for metric in metrics if (text := _over_loads(analysis, metric, loads))]
@@ -50,6 +52,25 @@ def _sentence(analysis: Analysis, metric: Metric) -> str | None:
     for verdict in _of_trees(analysis):
         if verdict.metric is metric and verdict.ratio is not None:
             return _claim(analysis, metric, verdict.cell, verdict.answer, verdict.ratio)
+    return None
+
+
+def _against_plain_decoding(analysis: Analysis) -> str | None:
+    """How the fastest tree stands against no speculation at all: beating the chain alone is no win."""
+    metric = Metric.TOKENS_PER_SECOND
+    best = next((item for item in analysis.best if item.metric is metric), None)
+    trees = [best.cell] if best is not None else [verdict.cell for verdict in _of_trees(analysis)]
+    for verdict in analysis.verdicts:
+        if verdict.metric is not metric or verdict.baseline is not Arm.AR or verdict.cell not in trees:
+            continue
+        if verdict.ratio is None:
+            continue
+        figure = f"{verdict.ratio.value:.2f} times the tokens per second of ar ({verdict.cell.label})"
+        if verdict.answer is Answer.FASTER:
+            return f"Against plain decoding: {figure}."
+        if verdict.answer is Answer.SLOWER:
+            return f"Plain decoding is faster: the tree yields {figure}."
+        return f"Against plain decoding it can't be told: {figure}."
     return None
 
 

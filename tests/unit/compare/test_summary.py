@@ -152,3 +152,19 @@ def test_the_note_about_cpu_speed_is_for_the_cpu_engine_only(mixed: dict[str, An
 def test_the_headline_says_win_loss_or_cant_tell(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     arms = {"arms": ("ar", "dflash", "ddtree")} | changes
     assert words in build_summary(make_store(tmp_path / "s", **arms))["headline"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gain": 2.0, "prompts": 12}, "Against plain decoding: "),
+        ({"gain": 2.0, "node_ms": 4.0, "prompts": 12}, "Plain decoding is faster: the tree yields 0."),
+        ({"gain": 2.0, "prompts": 12, "arms": ("dflash", "ddtree")}, None),
+    ],
+)
+def test_a_tree_that_beats_the_chain_is_held_against_plain_decoding_too(
+    tmp_path: Path, changes: dict[str, Any], words: str | None
+) -> None:
+    arms = {"arms": ("ar", "dflash", "ddtree")} | changes
+    found = build_summary(make_store(tmp_path / "s", **arms))["headline"]
+    assert (words in found) if words else ("lain decoding" not in found)
