@@ -28,7 +28,7 @@ def pair_path() -> Path:
             return pair
     raise BadEnvironment(
         "the shipped model pair is not installed",
-        remedy="install from a checkout with `make install`, or name your own: --model DIR --drafter DIR",
+        remedy="install from a checkout with `make setup`, or name your own: --model DIR --drafter DIR",
     )
 
 
