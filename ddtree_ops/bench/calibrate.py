@@ -8,8 +8,6 @@ uses.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +31,8 @@ from ddtree_ops.bench.calibration_fit import (
 from ddtree_ops.bench.client import new_session, post_json
 from ddtree_ops.bench.dataset import Prompt, load_dataset
 from ddtree_ops.bench.environment import engine_version
-from ddtree_ops.errors import BadEnvironment, BadInput, Interrupted, JobFailed
+from ddtree_ops.errors import BadInput, Interrupted, JobFailed
+from ddtree_ops.files import write_json
 from ddtree_ops.output import Advance, Output
 from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
@@ -88,7 +87,7 @@ def run_calibration(job: CalibrationJob, out: Path, sink: Output) -> dict[str, A
     fitted = [step for steps in logged[: len(to_fit)] for step in steps]
     judged = [step for steps in logged[len(to_fit) :] for step in steps]
     calibration = fit(fitted, judged, {**about, "engine_version": engine_version()})
-    _write(out, calibration)
+    write_json(out, calibration)
     judgement: dict[str, Any] = calibration["fit"]["judged"]
     _show(judgement, sink)
     sink.result({"file": str(out), **calibration["fit"]}, summary=f"calibration: {out}")
@@ -273,16 +272,6 @@ def _numbers(table: Table) -> dict[str, Any]:
         "rank": [round(float(value), 6) for value in table.rank],
         "slope": round(table.slope, 6),
     }
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise BadEnvironment(f"{path} could not be written: {error.strerror}") from error
 
 
 def _show(judgement: Mapping[str, Any], sink: Output) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +11,8 @@ from typing import Any
 from ddtree_ops.bench.dataset import PAIR
 from ddtree_ops.bench.runner import require_good
 from ddtree_ops.bench.sweep import describe, execute, prepare, show_plan
-from ddtree_ops.errors import BadEnvironment, JobFailed
+from ddtree_ops.errors import JobFailed
+from ddtree_ops.files import write_json
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
@@ -70,7 +69,7 @@ def run_quickstart(
     summary = build_summary(store.root, outcome.run.run_id)
     summary |= {"sweep_seconds": outcome.run.seconds, "seconds": round(clock() - started, 1)}
     summary["report"] = str(report.index)
-    _write(options.out / "summary.json", summary)
+    write_json(options.out / "summary.json", summary)
     show_summary(summary, report.index, out)
     require_good(outcome)
     require_checks(summary["checks"])
@@ -154,13 +153,3 @@ def _parity(parity: Mapping[str, Any]) -> str:
     total = parity["identical"] + parity["near_tie"] + parity["different"]
     ties = f" + {parity['near_tie']} near-ties" if parity["near_tie"] else ""
     return f"{parity['identical']}{ties} of {total}"
-
-
-def _write(path: Path, summary: Mapping[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise BadEnvironment(f"{path} could not be written: {error.strerror}") from error

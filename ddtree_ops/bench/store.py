@@ -7,7 +7,6 @@ sweep goes on where it was.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -23,6 +22,7 @@ import pydantic
 
 from ddtree_ops import __version__
 from ddtree_ops.errors import BadEnvironment, BadInput, from_validation
+from ddtree_ops.files import sync_folder, write_atomic, write_synced
 from ddtree_ops.schemas.results import RESULTS_SCHEMA, CellRecord, Record, RequestRow, RunRecord, StoreHeader
 
 KEY_CHARS = 16
@@ -50,7 +50,7 @@ class Store:
             with _writing(root):
                 root.mkdir(parents=True, exist_ok=True)
                 header = StoreHeader(created=now, ddtree_version=__version__)
-                _write_atomic(root / "store.json", _dump(header))
+                write_atomic(root / "store.json", _dump(header))
         return cls.open(root)
 
     @classmethod
@@ -143,7 +143,7 @@ class Store:
                 break
         if len(rows) < len(lines) or (lines and not lines[-1].endswith(b"\n")):
             with _writing(path):
-                _write_atomic(path, _lines(rows))
+                write_atomic(path, _lines(rows))
         return rows
 
     def append_partial(self, key: str, rows: Sequence[RequestRow]) -> None:
@@ -170,15 +170,15 @@ class Store:
         try:
             with _writing(target):
                 draft.mkdir(parents=True)
-                _write_synced(draft / "rows.jsonl", data)
+                write_synced(draft / "rows.jsonl", data)
                 if record.reason:
-                    _write_synced(draft / "reason.txt", f"{record.reason}\n".encode())
+                    write_synced(draft / "reason.txt", f"{record.reason}\n".encode())
                 for name, text in logs.items():
                     (draft / "logs").mkdir(exist_ok=True)
-                    _write_synced(draft / "logs" / name, text.encode())
-                _write_synced(draft / "cell.json", _dump(record))
+                    write_synced(draft / "logs" / name, text.encode())
+                write_synced(draft / "cell.json", _dump(record))
                 draft.rename(target)  # fails when the cell exists: nothing is overwritten
-                _sync_folder(target.parent)
+                sync_folder(target.parent)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -205,7 +205,7 @@ class Store:
         folder = self.run_folder(run.run_id)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _write_atomic(folder / "run.json", _dump(run))
+            write_atomic(folder / "run.json", _dump(run))
 
     def new_run_id(self, stamp: str, name: str) -> str:
         """A run id that is free: `<stamp>-<name>`, with a number where that is taken."""
@@ -234,33 +234,6 @@ def _writing(path: Path) -> Iterator[None]:
                 remedy="free some space and run the same command again: it goes on where it was",
             ) from error
         raise BadEnvironment(f"{path} could not be written: {error.strerror or error}") from error
-
-
-def _write_atomic(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _write_synced(draft, data)
-        draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_json(path: Path) -> Any:
