@@ -195,7 +195,9 @@ def sanitizer(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
         report = {"ok": False, "why": "time used up"}
     else:
         text = done.stdout + done.stderr
-        report = {"ok": done.returncode == 0 and "ERROR SUMMARY: 0 errors" in text, "tail": text[-3000:]}
+        # The first error is the one that counts: what follows it is often its echo.
+        (options.out / "sanitizer.log").write_text(text, encoding="utf-8")
+        report = {"ok": done.returncode == 0 and "ERROR SUMMARY: 0 errors" in text, "head": text[:3000]}
     write(options.out / "sanitizer.json", report)
     return report
 
