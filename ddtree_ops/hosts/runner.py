@@ -30,6 +30,8 @@ from ddtree_ops.errors import BadEnvironment, Interrupted, JobFailed
 from ddtree_ops.hosts.inventory import Inventory
 
 HIDDEN = "[hidden]"
+#: Connections that break are tried again so many times; a host that stays away is unreachable.
+SSH_RETRIES = 2
 #: Shorter values would blank out half of a log.
 SHORTEST_SECRET = 4
 
@@ -224,6 +226,9 @@ class Ansible:
             "ANSIBLE_HOST_KEY_CHECKING": "True",
             "ANSIBLE_SSH_ARGS": " ".join(ssh),
             "ANSIBLE_SSH_CONTROL_PATH_DIR": str(private / "cp"),
+            # Through a terminal, what a program says on stderr lands in its stdout, and the end can be lost.
+            "ANSIBLE_SSH_USETTY": "False",
+            "ANSIBLE_SSH_RETRIES": str(SSH_RETRIES),
             "ANSIBLE_TIMEOUT": str(self._ssh.connect_timeout_s),
             "ANSIBLE_LOCAL_TEMP": str(private / "tmp"),
             "ANSIBLE_NOCOLOR": "1",

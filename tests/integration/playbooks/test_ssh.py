@@ -83,6 +83,8 @@ def test_check_reads_one_host_and_says_why_the_others_could_not_be(
     assert found["gpu-b", "host.reachable"]["status"] == "fail"
     assert "unreachable" in found["gpu-b", "host.reachable"]["found"]
     assert found["gpu-c", "host.reachable"]["found"].startswith("cannot be read: facts: Run the probe")
+    assert "/no/python" in found["gpu-c", "host.reachable"]["found"], "what the host itself said is missing"
+    assert found.get(("gpu-a", "host.reachable")) is None, "the one host that is fine"
     assert found["gpu-a", "host.root"]["status"] == "pass"
     assert found["gpu-a", "gpu.count"]["status"] == "skip"
     assert ("gpu-b", "host.root") not in found
