@@ -1,0 +1,1 @@
+"""Docker engines of hosts, and the containers that ddtree runs there."""

@@ -1,0 +1,94 @@
+"""What a container of ours is, in full: two equal specs are the same container, so nothing is to be done.
+
+The hash of everything that was asked for stands on the container as a label. `up` compares hashes and leaves
+an equal container alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Labels by which containers of ours are found and judged; others on a host are never touched.
+LABEL_CLUSTER = "ddtree.cluster"
+LABEL_SERVICE = "ddtree.service"
+LABEL_REPLICA = "ddtree.replica"
+LABEL_HASH = "ddtree.config-hash"
+#: A container that was replaced is stopped, gets this at the end of its name, and is kept for a rollback.
+PREVIOUS = ".previous"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host, or a named volume, inside a container."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True)
+class Healthcheck:
+    """Asked by the engine itself, for `docker ps`; readiness has checks of its own. Seconds."""
+
+    argv: tuple[str, ...]
+    interval_s: float = 10.0
+    timeout_s: float = 5.0
+    retries: int = 3
+    start_period_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class ContainerSpec:
+    """One container.
+
+    name          unique on its host: CLUSTER-SERVICE-REPLICA
+    image         id of the image (`sha256:...`), never a tag, which could move
+    argv          after the image's entry point
+    env           variables that are no secrets
+    secret_env    names of variables whose values are handed over at creation; not part of the hash or of any
+                  output
+    gpus          UUIDs, empty for none
+    network       `host`, so that a service binds to one address of its host alone
+    stop_timeout_s  SGLang drains on SIGTERM; killed earlier it can leave GPU memory held
+    """
+
+    name: str
+    cluster: str
+    service: str
+    replica: int
+    image: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    gpus: tuple[str, ...] = ()
+    shm_gib: int = 32
+    ulimits: Mapping[str, int] = field(default_factory=dict)
+    cap_add: tuple[str, ...] = ()
+    user: str | None = None
+    network: str = "host"
+    healthcheck: Healthcheck | None = None
+    stop_timeout_s: int = 120
+
+    @property
+    def config_hash(self) -> str:
+        """sha256 over canonical JSON of all fields."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), default=dict)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {
+            LABEL_CLUSTER: self.cluster,
+            LABEL_SERVICE: self.service,
+            LABEL_REPLICA: str(self.replica),
+            LABEL_HASH: self.config_hash,
+        }
+
+    def public(self) -> dict[str, Any]:
+        """The spec as data for plans and results. Holds no secret by construction."""
+        return {**asdict(self), "config_hash": self.config_hash}
