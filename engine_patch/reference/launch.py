@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import uvicorn
 from ddtree_engine.reference.answers import Answers
+from ddtree_engine.reference.auth import VARIABLE, RequireKey
 from ddtree_engine.reference.checkpoint import fingerprint
 from ddtree_engine.reference.engine import Arm, Engine
 from ddtree_engine.reference.metrics import Metrics
@@ -131,8 +133,9 @@ class _Server(uvicorn.Server):
 
 
 async def _run(service: Service, scheduler: Scheduler, listener: socket.socket, drain_seconds: float) -> None:
+    key = os.environ.pop(VARIABLE, "")  # not for children, and not for a debugger's dump of the environment
     config = uvicorn.Config(
-        service.app(),
+        RequireKey(service.app(), key) if key else service.app(),
         log_config=None,
         access_log=False,
         lifespan="off",
