@@ -54,6 +54,8 @@ def keys() -> str:
         ("Secret", "secrets.NAME, ssh.become_password"),
         ("Service", "services"),
         ("Ulimits", "services.ulimits"),
+        ("Gateway", "gateways"),
+        ("GatewayHealth", "gateways.health"),
         ("Rotation", "rotation"),
         ("Monitoring", "monitoring"),
         ("Deadlines", "deadlines"),

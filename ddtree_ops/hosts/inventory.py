@@ -74,6 +74,10 @@ def load_inventory(cluster: Cluster, folder: Path) -> Inventory:
         if unknown:
             key = f"services.{service.name}.hosts"
             raise BadInput.at(file=None, key=key, found=unknown[0], allowed=", ".join(inventory.names))
+    for gateway in cluster.gateways:
+        if gateway.host is not None and gateway.host not in known:
+            key = f"gateways.{gateway.name}.host"
+            raise BadInput.at(file=None, key=key, found=gateway.host, allowed=", ".join(inventory.names))
     return inventory
 
 

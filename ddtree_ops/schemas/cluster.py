@@ -16,20 +16,21 @@ from pydantic import Field, field_validator, model_validator
 
 from ddtree_ops.config_file import AtKey
 from ddtree_ops.schemas.arms import BUDGETS, Arm, Builder
+from ddtree_ops.schemas.fields import (
+    EnvName,
+    HostName,
+    Name,
+    Port,
+    RemotePath,
+    Seconds,
+    Text,
+    an_address,
+    holder,
+)
+from ddtree_ops.schemas.gateway import Gateway, check_gateways
 from ddtree_ops.schemas.sweep import StrictModel
 
 CLUSTER_SCHEMA = 1
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="lower case, digits, dashes")]
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$")]
-RemotePath = Annotated[
-    str, Field(pattern=r"^/[^\x00-\x1f]*$", max_length=255, description="absolute, on a host")
-]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
-Port = Annotated[int, Field(strict=True, ge=1024, le=65535)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 #: Options that ddtree sets itself, or that would put a secret into argv.
 REFUSED_ARGS = {
@@ -160,6 +161,9 @@ class Image(StrictModel):
     cuda: Annotated[str, Field(pattern=r"^\d{2}\.\d$")] = Field(
         "13.0", description="the image's CUDA version, compared with the driver's before anything is pulled"
     )
+    prebuilt: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)] | None = Field(
+        None, description="an engine image that is on every host already (id or tag): nothing is built"
+    )
 
 
 class Checkpoint(StrictModel):
@@ -263,11 +267,7 @@ class Service(StrictModel):
     @field_validator("bind")
     @classmethod
     def _an_address(cls, value: str) -> str:
-        try:
-            ipaddress.ip_address(value)
-        except ValueError:
-            raise ValueError("an IP address of the host, such as 127.0.0.1") from None
-        return value
+        return an_address(value)
 
     @field_validator("env")
     @classmethod
@@ -378,6 +378,7 @@ class Cluster(StrictModel):
     paths: Paths = Paths()
     secrets: Secrets = Secrets()
     services: Annotated[list[Service], Field(min_length=1, max_length=64)]
+    gateways: Annotated[list[Gateway], Field(max_length=64)] = Field([], description="see docs/gateway.md")
     rotation: Rotation = Rotation()
     monitoring: Monitoring = Monitoring()
     deadlines: Deadlines = Deadlines()
@@ -391,7 +392,7 @@ class Cluster(StrictModel):
     def _consistent(self) -> Self:
         self._check_names()
         self._check_models()
-        self._check_ports()
+        check_gateways(self, self._check_ports())
         if self.engine is EngineKind.SGLANG:
             self._check_gpus()
         for index, service in enumerate(self.services):
@@ -425,7 +426,7 @@ class Cluster(StrictModel):
             if service.arm is not Arm.AR and self.drafter is None:
                 raise AtKey(("drafter",), None, f"a drafter, since the service {service.name} needs one")
 
-    def _check_ports(self) -> None:
+    def _check_ports(self) -> dict[tuple[str | None, int], str]:
         taken: dict[tuple[str | None, int], str] = {}
         for key, port in self._monitoring_ports().items():
             if (None, port) in taken:
@@ -434,10 +435,11 @@ class Cluster(StrictModel):
         for index, service in enumerate(self.services):
             for port in service.ports:
                 for host in _places(service):
-                    other = _holder(taken, host, port)
+                    other = holder(taken, host, port)
                     if other is not None:
                         raise AtKey(("services", index, "port"), port, f"a free port ({other} has it)")
                     taken[host, port] = f"service {service.name}"
+        return taken
 
     def _monitoring_ports(self) -> dict[str, int]:
         keys = ("prometheus_port", "grafana_port", "node_exporter_port", "gpu_exporter_port")
@@ -455,7 +457,7 @@ class Cluster(StrictModel):
                     allowed = f"at most {self.gpu.count} GPUs a host (gpu.count) over all services"
                     raise AtKey(("services", index, key), f"{most} GPUs", allowed)
                 for gpu in service.gpus or []:
-                    other = _holder(owners, host, gpu)
+                    other = holder(owners, host, gpu)
                     if other is not None:
                         raise AtKey(("services", index, "gpus"), gpu, f"a free GPU ({other} has it)")
                     if gpu >= self.gpu.count:
@@ -466,13 +468,6 @@ class Cluster(StrictModel):
 def _places(service: Service) -> list[str | None]:
     """The service's hosts; null stands for all hosts."""
     return list(service.hosts) if service.hosts else [None]
-
-
-def _holder(taken: dict[tuple[str | None, int], str], host: str | None, number: int) -> str | None:
-    """Who has the number on the host already; the host null stands for all hosts."""
-    if host is None:
-        return next((name for (_, other), name in taken.items() if other == number), None)
-    return taken.get((host, number)) or taken.get((None, number))
 
 
 Ssh.model_rebuild()
