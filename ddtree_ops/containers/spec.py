@@ -17,6 +17,8 @@ LABEL_CLUSTER = "ddtree.cluster"
 LABEL_SERVICE = "ddtree.service"
 LABEL_REPLICA = "ddtree.replica"
 LABEL_HASH = "ddtree.config-hash"
+#: On a container that runs one command and is removed.
+LABEL_ONE_SHOT = "ddtree.one-shot"
 #: A container that was replaced is stopped, gets this at the end of its name, and is kept for a rollback.
 PREVIOUS = ".previous"
 
@@ -48,11 +50,14 @@ class ContainerSpec:
     name          unique on its host: CLUSTER-SERVICE-REPLICA
     image         id of the image (`sha256:...`), never a tag, which could move
     argv          after the image's entry point
+    entrypoint    instead of the image's own
     env           variables that are no secrets
     secret_env    names of variables whose values are handed over at creation; not part of the hash or of any
                   output
     gpus          UUIDs, empty for none
     network       `host`, so that a service binds to one address of its host alone
+    restart       the engine's policy; `no`, because a server that restarts by itself hides why it died
+    log_max_mib, log_files  the engine keeps so many files of that size
     stop_timeout_s  SGLang drains on SIGTERM; killed earlier it can leave GPU memory held
     """
 
@@ -73,6 +78,10 @@ class ContainerSpec:
     network: str = "host"
     healthcheck: Healthcheck | None = None
     stop_timeout_s: int = 120
+    entrypoint: tuple[str, ...] | None = None
+    restart: str = "no"
+    log_max_mib: int = 64
+    log_files: int = 3
 
     @property
     def config_hash(self) -> str:
