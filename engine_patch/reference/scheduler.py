@@ -31,6 +31,16 @@ class Update:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Load:
+    """Requests, and the tokens of their prompts and outputs, at one moment."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+    waiting_tokens: int
+
+
 class Observer(Protocol):
     """Told about every request's life; the metrics live behind it."""
 
@@ -129,6 +139,13 @@ class Scheduler:
         """Whether nothing runs or waits."""
         with self._changed:
             return not self._running and not self._waiting
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+        with self._changed:
+            running, waiting = list(self._running), list(self._waiting)
+        used = sum(len(ticket.request.prompt_ids) + len(ticket.output.ids) for ticket in running)
+        return Load(len(running), len(waiting), used, sum(len(t.request.prompt_ids) for t in waiting))
 
     def drain(self, seconds: float) -> bool:
         """Take no new requests, let the others end within `seconds`, else cancel; whether all ended."""

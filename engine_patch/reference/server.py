@@ -12,6 +12,7 @@ from typing import Any
 
 from ddtree_engine.reference.answers import Answers, usage
 from ddtree_engine.reference.errors import DrainingError, QueueFullError, RequestError
+from ddtree_engine.reference.loads import loads
 from ddtree_engine.reference.metrics import Metrics
 from ddtree_engine.reference.requests import GenerateRequest, Limits, parse_request
 from ddtree_engine.reference.scheduler import Scheduler, Ticket, Update
@@ -73,6 +74,7 @@ class Service:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/loads", self.loads),
             Route("/health", self.health),
             Route("/health_generate", self.health),
             Route("/ready", self.health),
@@ -156,6 +158,13 @@ class Service:
             "max_model_len": self.limits.context_length,
         }
         return JSONResponse({"object": "list", "data": [card]})
+
+    async def loads(self, http: Request) -> Response:
+        """GET /v1/loads: how busy the engine is, for gateways."""
+        asked = http.query_params
+        return JSONResponse(
+            loads(self.scheduler.load(), self.info, asked.get("include"), asked.get("dp_rank"))
+        )
 
     async def health(self, _: Request) -> Response:
         """GET /health, /health_generate and /ready: 200 while the worker takes requests, else 503."""
