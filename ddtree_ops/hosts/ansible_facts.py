@@ -73,21 +73,33 @@ class AnsibleHosts:
 
 
 def ansible_for(
-    cluster: Cluster, folder: Path, inventory: Inventory, *, log_folder: Path | None = None
+    cluster: Cluster,
+    folder: Path,
+    inventory: Inventory,
+    *,
+    secrets: Mapping[str, str] | None = None,
+    log_folder: Path | None = None,
 ) -> Ansible:
-    """A runner with the cluster's SSH settings and secrets. Raises BadInput for an unreadable secret."""
+    """A runner with the cluster's SSH settings. Raises BadInput for an unreadable secret.
+
+    secrets  of tasks, by variable of the environment
+    """
+    return Ansible(inventory, ssh=ssh_options(cluster, folder), secrets=secrets, log_folder=log_folder)
+
+
+def ssh_options(cluster: Cluster, folder: Path) -> SshOptions:
+    """How the cluster's hosts are reached. Raises BadInput for an unreadable secret."""
     key = cluster.ssh.private_key
     if key is not None and not _under(folder, key).is_file():
         raise BadEnvironment(f"ssh.private_key: no such file: {_under(folder, key)}")
     known = cluster.ssh.known_hosts
-    ssh = SshOptions(
+    return SshOptions(
         known_hosts=_under(folder, known) if known else None,
         private_key=_under(folder, key) if key else None,
         connect_timeout_s=cluster.ssh.connect_timeout_s,
         become=cluster.ssh.become,
         become_password=resolve_secret(cluster.ssh.become_password, key="ssh.become_password", folder=folder),
     )
-    return Ansible(inventory, ssh=ssh, log_folder=log_folder)
 
 
 def _under(folder: Path, path: Path) -> Path:

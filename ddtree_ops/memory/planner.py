@@ -138,7 +138,7 @@ def cluster_services(cluster: Cluster, *, weights: str) -> dict[str, Wanted]:
             mem_fraction=service.mem_fraction,
             weights=weights,
             ssm=service.ssm_dtype,
-            scratch=service.scratch or Scratch.STASH,
+            scratch=service.scratch or Scratch.SNAPSHOTS,
         )
         for service in cluster.services
     }

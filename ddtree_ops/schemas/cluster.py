@@ -36,7 +36,16 @@ CLUSTER_SCHEMA = 1
 REFUSED_ARGS = {
     "--api-key": "secrets.api_key",
     "--admin-api-key": "secrets.api_key",
+    "--arm": "arm",
+    "--budget": "budget",
+    "--config": "secrets.api_key",
+    "--drafter": "drafter",
     "--host": "bind",
+    "--max-running": "max_running_requests",
+    "--model": "model",
+    "--speculative-algorithm": "arm",
+    "--speculative-draft-model-path": "drafter",
+    "--speculative-num-draft-tokens": "budget",
     "--port": "port",
     "--tp-size": "tp",
     "--tensor-parallel-size": "tp",
@@ -147,6 +156,9 @@ class Runtime(StrictModel):
     manage: bool = Field(True, description="false: check only")
     toolkit_version: Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+-\d+$")] = "1.18.0-1"
     allow_restart: bool = Field(False, description="restart docker although containers of ours run")
+    socket: RemotePath = Field(
+        "/var/run/docker.sock", description="Docker's; a host's variable ddtree_docker_socket wins"
+    )
 
 
 class Image(StrictModel):
@@ -196,7 +208,6 @@ class Paths(StrictModel):
 
     state: RemotePath = Field("/var/lib/ddtree", description="configuration, lock files, previous versions")
     models: RemotePath = Field("/var/lib/ddtree/models", description="the Hub's cache: weights")
-    jit: RemotePath = Field("/var/lib/ddtree/jit", description="compiled kernels, by image digest")
     logs: RemotePath = "/var/log/ddtree"
     min_free_gib: Annotated[int, Field(strict=True, ge=0, le=100_000)] = Field(
         250, description="free space wanted for image, weights and caches before the first download"
@@ -223,7 +234,9 @@ class Service(StrictModel):
         None, description="K, candidates per position; default for tree arms: 16"
     )
     calibration: Path | None = Field(None, description="needed by the calibrated builder")
-    scratch: Scratch | None = Field(None, description="default for ddtree: stash")
+    scratch: Scratch | None = Field(
+        None, description="for ddtree; default: snapshots, the only one that the plugin for SGLang keeps"
+    )
     allow_hybrid_unsafe: bool = Field(False, description="needed by the arm 'unsafe', whose output is wrong")
     hosts: Annotated[list[HostName], Field(min_length=1)] | None = Field(None, description="default: all")
     gpus: Annotated[list[Annotated[int, Field(strict=True, ge=0, le=63)]], Field(min_length=1)] | None = (

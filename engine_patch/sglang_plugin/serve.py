@@ -1,4 +1,4 @@
-"""`python3 -m ddtree_engine.sglang_plugin.serve OPTIONS`: SGLang's server with its API key from the environment.
+"""`python3 -m ddtree_engine.sglang_plugin.serve`: SGLang's server with its API key from the environment.
 
 SGLang 0.5.23 reads a key from `--api-key` or from a YAML file that `--config` names. The first is shown to
 everyone who lists processes, so the key in `DDTREE_API_KEY` becomes such a file (0600) and leaves the

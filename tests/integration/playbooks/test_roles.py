@@ -112,7 +112,6 @@ def test_the_whole_site_can_be_planned_without_changing_anything(tmp_path: Path)
         "preflight_paths": [str(tmp_path)],
         "service_host_state": str(tmp_path / "state"),
         "service_host_models": str(tmp_path / "state" / "models"),
-        "service_host_jit": str(tmp_path / "state" / "jit"),
         "service_host_logs": str(tmp_path / "logs"),
         "monitoring_folder": str(tmp_path / "state" / "monitoring"),
         "container_runtime_manage": False,
@@ -139,7 +138,6 @@ def test_roles_do_not_undo_each_other(tmp_path: Path) -> None:
         "service_host_group": "nogroup",
         "service_host_state": str(tmp_path / "state"),
         "service_host_models": str(tmp_path / "state" / "models"),
-        "service_host_jit": str(tmp_path / "state" / "jit"),
         "service_host_logs": str(tmp_path / "logs"),
         "model_cache_folder": str(tmp_path / "state" / "models"),
     }

@@ -1,0 +1,1 @@
+"""From a cluster.yaml to running, checked services, and back."""
