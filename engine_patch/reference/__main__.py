@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running", type=int, default=4, help="requests stepped in turn (default: 4)")
     add("--max-queue", type=int, default=64, help="requests that may wait; past that 503 (default: 64)")
     add("--context-length", type=int, help="prompt and output tokens (default: the model's, at most 8192)")
+    add("--self-check", type=int, default=2, help="random trees checked at start, 0 for none (default: 2)")
     add("--threads", type=int, default=1, help="CPU threads of one tensor operation (default: 1)")
     add(
         "--drain-seconds",
@@ -86,6 +87,7 @@ def _check(options: argparse.Namespace) -> None:
     need(0 <= options.port <= 65535, "port", options.port, "a port in [0, 65535]")
     for name in ("max_running", "threads"):
         need(getattr(options, name) >= 1, name.replace("_", "-"), getattr(options, name), "1 or more")
+    need(0 <= options.self_check <= 1000, "self-check", options.self_check, "a whole number in [0, 1000]")
     need(options.max_queue >= 0, "max-queue", options.max_queue, "0 or more")
     need(options.drain_seconds >= 0, "drain-seconds", options.drain_seconds, "0 or more")
     if options.context_length is not None:
@@ -138,6 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_queue=options.max_queue,
         context_length=context_length,
         threads=options.threads,
+        self_check=options.self_check,
         drain_seconds=options.drain_seconds,
         served_model_name=options.served_model_name,
         allow_hybrid_unsafe=options.allow_hybrid_unsafe,

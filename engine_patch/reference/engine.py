@@ -195,7 +195,7 @@ class Engine:
                 if built is not None and self.arm.verifies_tree
                 else self._chain(sequence, ids, logprobs)
             )
-            shape = self._shape(tree)
+            shape = self.shape_of(tree)
         with _timed(seconds, "verify"):
             result = self.target.verify(torch.from_numpy(tree.tokens), shape, cache)
             logits = self.target.logits(result.hidden)
@@ -238,7 +238,8 @@ class Engine:
     def _chain(self, sequence: RunningRequest, ids: np.ndarray, logprobs: np.ndarray) -> Tree:
         return chain_tree(sequence.output[-1], ids, logprobs, len(ids))
 
-    def _shape(self, tree: Tree) -> PassShape:
+    def shape_of(self, tree: Tree) -> PassShape:
+        """Who follows whom in the arm's verify pass of this tree."""
         taps = self.target.config.conv_kernel
         if not self.arm.verifies_tree:
             return chain_shape(tree.width, taps)

@@ -21,6 +21,10 @@ class EnvironmentFault(EngineError):
     exit_code = 3
 
 
+class SelfCheckError(EngineError):
+    """The start-up self-check found wrong numbers."""
+
+
 class RequestError(Exception):
     """A request that cannot be served; `param` names the field."""
 

@@ -23,6 +23,8 @@ from ddtree_engine.reference.engine import Arm, Engine
 from ddtree_engine.reference.metrics import Metrics
 from ddtree_engine.reference.requests import Limits
 from ddtree_engine.reference.scheduler import Scheduler
+from ddtree_engine.reference.self_check import require_passed
+from ddtree_engine.reference.self_check import run as run_self_check
 from ddtree_engine.reference.server import Service
 from ddtree_engine.reference.text import TextCodec
 from ddtree_engine.tree import Builder, Calibration
@@ -46,6 +48,7 @@ def serve(
     max_queue: int,
     context_length: int,
     threads: int,
+    self_check: int,
     drain_seconds: float,
     served_model_name: str | None,
     allow_hybrid_unsafe: bool,
@@ -66,6 +69,11 @@ def serve(
         dtype=DTYPES[dtype],
     )
     block = engine.drafter.config.block_size if engine.drafter else None
+    checked = run_self_check(engine, trees=self_check, budget=budget)
+    if checked is not None:
+        log.info("self-check: %s", checked.as_dict())
+    if kind is not Arm.UNSAFE:  # whose figures are the ablation's and are wrong by construction
+        require_passed(checked)
     codec = TextCodec.load(model)
     name = served_model_name or model.resolve().name
     eos = frozenset(engine.target.config.eos_token_ids) | (
@@ -106,6 +114,7 @@ def serve(
             "per_request_budget": kind.builds_tree,
             "model_sha256": fingerprint(model),
             "drafter_sha256": fingerprint(drafter) if kind.drafts else None,
+            "self_check": checked.as_dict() if checked is not None else None,
         },
     }
     metrics = Metrics(kind, name)
