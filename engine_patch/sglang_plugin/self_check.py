@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from ddtree_engine.sglang_plugin.errors import SelfCheckError
 from ddtree_engine.sglang_plugin.tree_build import TreeBatch
+from ddtree_engine.tree.samples import leaves_of, path_of, random_tree
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,35 +45,21 @@ class Report:
     kernel_trees: int = 0
     graph: bool = False
     tolerance: float = 0.0
+    max_sibling_diff: float = 0.0
+    dtype: str = ""
     errors: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-def random_tree(rng: np.random.Generator, width: int, depth: int) -> tuple[Ints, Ints]:
-    """(parents, depths) int64[width] of a random tree whose paths have at most `depth` nodes."""
-    parents, depths = np.full(width, -1, dtype=np.int64), np.zeros(width, dtype=np.int64)
-    for node in range(1, width):
-        open_nodes = np.flatnonzero(depths[:node] < depth - 1)
-        # Half the nodes continue the newest branch: long paths and bushes alike.
-        parent = open_nodes[-1] if rng.random() < 0.5 else rng.choice(open_nodes)
-        parents[node], depths[node] = parent, depths[parent] + 1
-    return parents, depths
-
-
-def path_of(parents: Ints, node: int) -> list[int]:
-    """Node indices from the root to `node`."""
-    path = [node]
-    while parents[path[-1]] >= 0:
-        path.append(int(parents[path[-1]]))
-    return path[::-1]
-
-
-def leaves_of(parents: Ints, count: int) -> list[int]:
-    """Up to `count` leaves, the newest first."""
-    inner = set(parents.tolist())
-    return [node for node in range(len(parents) - 1, 0, -1) if node not in inner][:count]
+        """The figures, and under the names that every engine gives them in /server_info."""
+        return {
+            **vars(self),
+            "node_path_max_diff": self.max_error,
+            "relative_to_range": self.max_relative_error,
+            "sibling_leak_max_diff": self.max_sibling_diff,
+            "sibling_leak_relative": self.max_sibling_change,
+            # Wrong numbers stop the server: where the report can be read, they were right.
+            "passed": self.trees > 0,
+        }
 
 
 def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
@@ -87,7 +74,9 @@ def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
         }
     if int(runner.max_total_num_tokens) < 2 * needed:
         return {"skipped": f"{runner.max_total_num_tokens} tokens of KV cache, the check needs {2 * needed}"}
-    report = Report(tolerance=TOLERANCE[min(4, runner.dtype.itemsize)])
+    report = Report(
+        tolerance=TOLERANCE[min(4, runner.dtype.itemsize)], dtype=str(runner.dtype).removeprefix("torch.")
+    )
     vocabulary = int(runner.model_config.vocab_size)
     with _Seat(runner, tokens=needed) as seat:
         for _ in range(trees):
@@ -106,8 +95,9 @@ def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
             report.kernel_trees += int(
                 seen is not None and bool((seen[1:].cpu().numpy() == parents[1:]).all())
             )
-            change = float((again[path] - logits[path]).abs().max()) / _range(logits[path])
-            report.max_sibling_change = max(report.max_sibling_change, change)
+            change = float((again[path] - logits[path]).abs().max())
+            report.max_sibling_diff = _larger(report.max_sibling_diff, change)
+            report.max_sibling_change = _larger(report.max_sibling_change, change / _range(logits[path]))
             for leaf in leaves:
                 plain = seat.prefill(np.concatenate([prefix, tokens[path_of(parents, leaf)]]))
                 _compare(report, logits[leaf], plain)
@@ -119,10 +109,10 @@ def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
 def _compare(report: Report, node: Tensor, plain: Tensor) -> None:
     error = float((node - plain).abs().max())
     report.leaves += 1
-    report.max_error = max(report.max_error, error)
+    report.max_error = _larger(report.max_error, error)
     relative = error / _range(plain)
     report.errors.append(round(relative, 8))
-    report.max_relative_error = max(report.max_relative_error, relative)
+    report.max_relative_error = _larger(report.max_relative_error, relative)
     report.argmax_equal += int(node.argmax() == plain.argmax())
 
 
@@ -139,6 +129,11 @@ def _judge(report: Report, worker: Any) -> None:
             f"start-up self-check over {report.trees} trees: {'; '.join(wrong)}; allowed is at most "
             f"{report.tolerance:.2g} of the range. Serving would give wrong text; please report it"
         )
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger one; NaN stays, where `max` would lose it."""
+    return float(np.maximum(one, other))
 
 
 def _range(logits: Tensor) -> float:

@@ -53,6 +53,8 @@ class Target:
         linear.forward_metadata.retrieve_parent_token = torch.tensor([parents])
         if self.fault == "kernel did not run":
             linear.forward_metadata.retrieve_parent_token = torch.zeros(1, WIDTH, dtype=torch.int64)
+        if self.fault == "not a number":
+            rows[1:] = [row * torch.nan for row in rows[1:]]
         output = SimpleNamespace(next_token_logits=torch.stack(rows))
         return SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
 
@@ -83,6 +85,13 @@ def test_a_sound_target_passes_and_its_seat_is_given_back(check):
     assert report["leaves"] == report["argmax_equal"] > 3
     assert report["max_relative_error"] < 1e-6
     assert report["max_sibling_change"] == 0
+    said = {key: report[key] for key in ("node_path_max_diff", "relative_to_range", "sibling_leak_max_diff")}
+    assert said == {
+        "node_path_max_diff": report["max_error"],
+        "relative_to_range": report["max_relative_error"],
+        "sibling_leak_max_diff": 0,
+    }
+    assert (report["dtype"], report["passed"]) == ("float32", True)
     assert not pool.req_to_token[1].any()
     assert not pool.req_index_to_mamba_index_mapping.any()
     cache = pool.mamba_pool.mamba_cache
@@ -93,7 +102,11 @@ def test_a_sound_target_passes_and_its_seat_is_given_back(check):
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("rows in order", "another branch moved the logits"), ("kernel did not run", "kernels ran for 0 of 3")],
+    [
+        ("rows in order", "another branch moved the logits"),
+        ("kernel did not run", "kernels ran for 0 of 3"),
+        ("not a number", "node and path differ by nan"),
+    ],
 )
 def test_a_fault_stops_the_server_and_is_named(check, fault, said):
     with pytest.raises(SelfCheckError, match=said):
@@ -112,15 +125,3 @@ def test_a_cache_without_memory_behind_it_is_left_alone(check, monkeypatch):
     report, pool = check("rows in order")
     assert list(report) == ["skipped"]
     assert pool.req_to_token[1].any()
-
-
-def test_random_trees_are_trees_of_the_asked_depth():
-    rng = np.random.default_rng(0)
-    for width, depth in ((4, 4), (16, 5), (64, 16), (8, 16)):
-        parents, depths = self_check.random_tree(rng, width, depth)
-        assert (parents[1:] < np.arange(1, width)).all()
-        assert (depths < depth).all()
-        assert all(depths[node] == depths[parents[node]] + 1 for node in range(1, width))
-        leaves = self_check.leaves_of(parents, 4)
-        assert not set(leaves) & set(parents.tolist())
-        assert self_check.path_of(parents, leaves[0])[0] == 0

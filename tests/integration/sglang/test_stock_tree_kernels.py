@@ -6,9 +6,9 @@ The plugin's correctness on hybrid models rests on these two kernels forking the
 import numpy as np
 import pytest
 import torch
-from ddtree_engine.sglang_plugin.self_check import random_tree
 from ddtree_engine.tree import layout
 from ddtree_engine.tree.nodes import Tree
+from ddtree_engine.tree.samples import random_tree
 from ddtree_kernels.tree_conv.naive import tree_conv_naive
 from ddtree_kernels.tree_gdn.gates import recurrence
 from ddtree_kernels.tree_gdn.naive import tree_gdn_naive
