@@ -21,6 +21,7 @@ NAMES = """
 
 sglang.srt.plugins:load_plugins
 sglang.srt.utils.common:build_server_info
+sglang.srt.sampling.watermarking.core:redact_watermark_secrets
 sglang.srt.plugins.hook_registry:HookRegistry
 sglang.srt.arg_groups.overrides:record_foreign_defaults
 sglang.srt.arg_groups.speculative_hook:handle_speculative_decoding

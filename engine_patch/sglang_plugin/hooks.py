@@ -27,6 +27,9 @@ EXTRA_CONTEXT = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_c
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
 # This one in every process, from registration on: the launcher answers /server_info.
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
+# SGLang's last word on what /server_info shows, live state of the schedulers included; as above.
+REDACT = "sglang.srt.sampling.watermarking.core.redact_watermark_secrets"
+KEYS = ("api_key", "admin_api_key")
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController._add_speculative"
@@ -125,6 +128,16 @@ def add_facts(result: dict[str, Any], server_args: Any, scheduler_info: Any) -> 
             width=int(result["speculative_num_draft_tokens"]),
             block=int(result["speculative_dflash_block_size"]),
         )
+
+
+def hide_keys(result: Any, *arguments: Any, **options: Any) -> Any:
+    """The API keys join what SGLang redacts: a gateway passes /server_info on to clients without a key.
+
+    SGLang calls the hooked function for every dict inside its answer, so that one level is enough.
+    """
+    if not isinstance(result, dict) or not any(result.get(key) for key in KEYS):
+        return result
+    return {key: "<redacted>" if key in KEYS and value else value for key, value in result.items()}
 
 
 def add_state(result: Any, controller: Any, state: dict[str, Any]) -> None:

@@ -30,5 +30,6 @@ def register() -> str:
         spec_class=DDTreeAlgorithm,
     )(worker_class)
     HookRegistry.register(hooks.SERVER_INFO, hooks.add_facts, HookType.AFTER)
+    HookRegistry.register(hooks.REDACT, hooks.hide_keys, HookType.AFTER)
     logger.info("%s %s: registered as %s", MARKER, importlib.metadata.version("ddtree"), name)
     return name

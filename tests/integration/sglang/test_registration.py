@@ -1,5 +1,6 @@
 """Registration, hooks and pins in the real SGLang."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,36 @@ def test_server_info_names_the_arm_and_its_numbers(plugin, configure, resolved):
     plain = record_of(resolved(algorithm=None))
     plain._launch_command = "sglang serve"
     assert "ddtree" not in build_server_info(plain, {})
+
+
+def test_server_info_shows_no_api_key(plugin):
+    """Neither at the top nor in the schedulers' state, where the name is bound before or after the plugin."""
+    from sglang.srt.entrypoints import grpc_bridge
+    from sglang.srt.managers import tokenizer_manager
+
+    answer = {
+        "api_key": "sesame",
+        "admin_api_key": "mellon",
+        "tp_size": 1,
+        "internal_states": [{"api_key": "sesame", "memory_usage": {"weight": 1.0}, "admin_api_key": None}],
+    }
+    for module in (grpc_bridge, tokenizer_manager):
+        shown = module.redact_watermark_secrets(answer)
+        assert "sesame" not in str(shown)
+        assert "mellon" not in str(shown)
+        assert shown["tp_size"] == 1
+        assert shown["internal_states"][0]["memory_usage"] == {"weight": 1.0}
+        assert shown["internal_states"][0]["admin_api_key"] is None
+    assert answer["api_key"] == "sesame"
+
+
+def test_server_info_is_redacted_last(plugin):
+    """/server_info's own code gives the whole answer to the hooked function."""
+    source = (pin.package_root() / "srt" / "entrypoints" / "http_server.py").read_text()
+    body = source.split("async def server_info():", 1)[1].split("\n@app", 1)[0]
+    assert re.search(
+        r"redact_watermark_secrets\(\s*\{\s*\*\*build_server_info.*internal_states", body, re.DOTALL
+    )
 
 
 def test_the_scheduler_asks_our_request_check(hooked):
