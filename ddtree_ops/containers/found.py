@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +17,7 @@ from ddtree_ops.containers.spec import (
     LABEL_ONE_SHOT,
     LABEL_REPLICA,
     LABEL_SERVICE,
+    LABEL_SPEC,
     PREVIOUS,
 )
 from ddtree_ops.redact import redact_text
@@ -37,6 +39,7 @@ class Found:
     oom        killed by the kernel for want of memory
     previous   replaced, kept for a rollback
     one_shot   ran one command and should be gone
+    spec       what was asked for when it was made, as data; null where the label is missing
     """
 
     name: str
@@ -58,6 +61,7 @@ class Found:
     created_at: datetime | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    spec: Mapping[str, Any] | None = None
 
     @property
     def running(self) -> bool:
@@ -142,6 +146,7 @@ def container_found(answer: Mapping[str, Any]) -> Found:
         created_at=_time(answer.get("Created")),
         started_at=_time(state.get("StartedAt")),
         finished_at=_time(state.get("FinishedAt")),
+        spec=_spec(labels.get(LABEL_SPEC)),
     )
 
 
@@ -166,6 +171,14 @@ def engine_info(answer: Mapping[str, Any]) -> EngineInfo:
         cpus=int(answer.get("NCPU") or 0),
         memory_bytes=int(answer.get("MemTotal") or 0),
     )
+
+
+def _spec(text: str | None) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text or "null")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _gpus(host: Mapping[str, Any]) -> tuple[str, ...]:

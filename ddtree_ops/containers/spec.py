@@ -17,6 +17,8 @@ LABEL_CLUSTER = "ddtree.cluster"
 LABEL_SERVICE = "ddtree.service"
 LABEL_REPLICA = "ddtree.replica"
 LABEL_HASH = "ddtree.config-hash"
+#: The spec itself as JSON, so that a plan can show what would change and a rollback knows the old port.
+LABEL_SPEC = "ddtree.spec"
 #: On a container that runs one command and is removed.
 LABEL_ONE_SHOT = "ddtree.one-shot"
 #: A container that was replaced is stopped, gets this at the end of its name, and is kept for a rollback.
@@ -86,8 +88,7 @@ class ContainerSpec:
     @property
     def config_hash(self) -> str:
         """sha256 over canonical JSON of all fields."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), default=dict)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(self._canonical().encode()).hexdigest()
 
     @property
     def labels(self) -> dict[str, str]:
@@ -96,8 +97,12 @@ class ContainerSpec:
             LABEL_SERVICE: self.service,
             LABEL_REPLICA: str(self.replica),
             LABEL_HASH: self.config_hash,
+            LABEL_SPEC: self._canonical(),
         }
 
     def public(self) -> dict[str, Any]:
         """The spec as data for plans and results. Holds no secret by construction."""
         return {**asdict(self), "config_hash": self.config_hash}
+
+    def _canonical(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), default=dict)
