@@ -121,6 +121,16 @@ def test_spine_first_without_steps_below_the_spine_passes(tmp_path: Path) -> Non
     assert cell(best, "ddtree", 63)["gates"]["steps_below_spine"] > 0
 
 
+@pytest.mark.parametrize(("budget", "holds"), [(7, True), (15, False)])
+def test_only_a_tree_that_can_hold_its_spine_is_judged_by_it(
+    tmp_path: Path, budget: int, holds: bool
+) -> None:
+    plan = {"arms": ("ar", "dflash", "ddtree"), "builder": "spine-first", "budgets": (7, 15)}
+    summary = build_summary(make_store(tmp_path / "s", **plan, below_spine=[("ddtree", budget)]))
+    assert cell(summary, "ddtree", budget)["gates"]["steps_below_spine"] > 0
+    assert summary["checks"]["spine_first_steps_below_spine_zero"] is holds
+
+
 def test_failed_and_missing_cells_are_not_complete(mixed: dict[str, Any], tmp_path: Path) -> None:
     assert mixed["checks"]["all_cells_complete"] is False
     assert cell(mixed, "shadow", 15)["gates"]["failed_requests"] == 5
