@@ -44,9 +44,8 @@ from ddtree_ops.schemas.results import (
 from ddtree_ops.services.base import Launcher, Service
 from ddtree_ops.services.readiness import (
     ServiceDied,
-    argument_mismatch,
+    not_as_asked,
     require_alive,
-    simulated_acceptance,
     wait_ready,
 )
 
@@ -476,7 +475,7 @@ class SweepRunner:
             return f"/server_info could not be read after the load: {error!r}"
         if not isinstance(info, dict):
             return "/server_info was no JSON object after the load"
-        return argument_mismatch(service.spec.expected, info) or simulated_acceptance(info)
+        return not_as_asked(service.spec, info)
 
     def _seal(self, progress: _Progress, evidence: Evidence) -> None:
         cell = progress.cell

@@ -143,8 +143,6 @@ class Engine(Images):
                 since=since.timestamp() if since else None,
             )
             yield from redacted_lines(stream)
-        if follow:
-            self._wire.require()
 
     def log_tail(self, name: str, lines: int = 20) -> str:
         """The last lines as text; empty where the container is gone."""

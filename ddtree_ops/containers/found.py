@@ -25,6 +25,10 @@ from ddtree_ops.redact import redact_text
 RUNNING = frozenset({"running", "paused", "restarting"})
 #: States in which the exit code means something.
 ENDED = frozenset({"exited", "dead", "removing"})
+#: Variables of images that are of use; whoever built an image may have left others in it.
+IMAGE_VARIABLES = frozenset(
+    {"CUDA_VERSION", "NVIDIA_REQUIRE_CUDA", "NVIDIA_VISIBLE_DEVICES", "PYTHON_VERSION"}
+)
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,18 @@ class Found:
 
 @dataclass(frozen=True)
 class ImageFound:
-    """An image. `digests` are those of registries: empty for an image that was built or loaded."""
+    """An image.
+
+    digests  those of registries, `repository@sha256:...`: empty for an image that was built or loaded
+    env      of its variables those in IMAGE_VARIABLES
+    """
 
     id: str
     tags: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     size: int = 0
     digests: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,12 +162,14 @@ def container_found(answer: Mapping[str, Any]) -> Found:
 def image_found(answer: Mapping[str, Any]) -> ImageFound:
     """From `inspect` of an image."""
     config = answer.get("Config") or {}
+    variables = (str(entry).partition("=") for entry in config.get("Env") or ())
     return ImageFound(
         id=str(answer["Id"]),
         tags=tuple(answer.get("RepoTags") or ()),
         labels=dict(config.get("Labels") or {}),
         size=int(answer.get("Size") or 0),
         digests=tuple(answer.get("RepoDigests") or ()),
+        env={name: value for name, _, value in variables if name in IMAGE_VARIABLES},
     )
 
 

@@ -41,10 +41,11 @@ class Images(Caller):
                 return None
             raise
 
-    def images(self, label: str) -> list[ImageFound]:
-        """All images that carry a label (`KEY` or `KEY=VALUE`)."""
+    def images(self, label: str, *, dangling: bool | None = None) -> list[ImageFound]:
+        """All images that carry a label (`KEY` or `KEY=VALUE`); only those without a tag, or with one."""
+        filters = {"label": label, **({} if dangling is None else {"dangling": dangling})}
         with self._call("list of images") as client:
-            ids = {str(entry["Id"]) for entry in client.images(filters={"label": label})}
+            ids = {str(entry["Id"]) for entry in client.images(filters=filters)}
         found = [self.image(identity) for identity in sorted(ids)]
         return [image for image in found if image is not None]
 

@@ -6,9 +6,11 @@ Here a timer ends the connection itself, whatever is waiting on it.
 
 from __future__ import annotations
 
+import http.client
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,16 @@ SOCKET_SCHEME = "http+docker://"
 
 
 class Deadline:
-    """Ends the connections of one call when its time is up. `seconds` null never does."""
+    """Ends the connections of one call when its time is up. `seconds` null never does.
+
+    expired  the time was up before the call was over
+    broken   an answer ended before its end, whatever the SDK made of that
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
         self.expired = False
+        self.broken = False
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._timer: threading.Timer | None = None
@@ -97,11 +104,27 @@ class _Connection(UnixHTTPConnection):
     def __init__(self, base_url: str, unix_socket: str, deadline: Deadline) -> None:
         super().__init__(base_url, unix_socket, timeout=None)  # type: ignore[arg-type]
         self._deadline = deadline
+        self.response_class = partial(_Answer, deadline)  # type: ignore[assignment]
 
     def connect(self) -> None:
         super().connect()
         assert self.sock is not None
         self._deadline.watch(self.sock)
+
+
+class _Answer(http.client.HTTPResponse):
+    """Remembers that it broke off: of a log that is followed, the SDK takes that for the end."""
+
+    def __init__(self, deadline: Deadline, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline = deadline
+
+    def read(self, amt: int | None = None) -> bytes:
+        try:
+            return super().read(amt)
+        except (http.client.HTTPException, OSError):
+            self._deadline.broken = True
+            raise
 
 
 def _cut(connection: socket.socket) -> None:

@@ -72,6 +72,8 @@ class Caller:
                 client = sdk.open_client(path, self._negotiated(path, deadline), deadline)
                 try:
                     yield client
+                    if deadline.broken:
+                        raise ConnectionError("an answer broke off")
                 finally:
                     with suppress(OSError):
                         client.close()

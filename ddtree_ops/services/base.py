@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ddtree_ops.schemas.arms import Arm, Builder
 
@@ -31,8 +31,10 @@ class ServiceSpec:
 
     budget    the budget that it serves, or null where the arm takes none or each request carries its own
     argv      the whole command line but for host, port and log file; empty for a service that runs already
-    expected  what `/server_info` must say, by dotted path below its `ddtree` block
+    expected  what `/server_info` must say in its `ddtree` block
+    arguments what it must say at its top level
     url       set for a service that runs already
+    headers   of every request to it, such as an API key: never shown, never stored
     """
 
     name: str
@@ -44,6 +46,8 @@ class ServiceSpec:
     expected: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class Service(Protocol):
@@ -79,6 +83,15 @@ class Service(Protocol):
 
     def stop(self) -> None:
         """End it and everything that it started; harmless when repeated."""
+        ...
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """A service that knows more of its end than an exit code."""
+
+    def death(self) -> str | None:
+        """Why it counts as dead, in words; null while it is alive."""
         ...
 
 

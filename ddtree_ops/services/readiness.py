@@ -16,7 +16,7 @@ import tenacity
 
 from ddtree_ops.errors import JobFailed
 from ddtree_ops.redact import allowed_server_info, redact_text
-from ddtree_ops.services.base import Service
+from ddtree_ops.services.base import Explained, Service, ServiceSpec
 
 TICK_S = 0.2
 NOTE_EVERY_S = 5.0
@@ -52,7 +52,8 @@ async def wait_ready(
     Raises ServiceDied, NotReady.
     """
     name = service.spec.name
-    async with httpx.AsyncClient(base_url=service.url, timeout=PROBE_TIMEOUT_S, trust_env=False) as http:
+    options: dict[str, Any] = {"timeout": PROBE_TIMEOUT_S, "trust_env": False, "headers": service.spec.headers}
+    async with httpx.AsyncClient(base_url=service.url, **options) as http:
         started = clock()
         note(f"{name}: waiting for {service.url}/ready")
         await _until_ready(service, http, timeout_s, note, clock, sleep)
@@ -67,21 +68,43 @@ def require_alive(service: Service) -> None:
     """Raise ServiceDied, with the exit code and the end of the log, when the process is gone."""
     if service.alive():
         return
+    raise ServiceDied(f"service {service.spec.name} {_death(service)}{_log(service)}")
+
+
+def _death(service: Service) -> str:
+    reason = service.death() if isinstance(service, Explained) else None
+    if reason is not None:
+        return f"is dead: {reason}"
     code = service.exit_code()
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
-    raise ServiceDied(f"service {service.spec.name} {how}{_log(service)}")
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
 
 
 def _log(service: Service) -> str:
     tail = redact_text(service.log_tail())
-    return f"; the end of {service.log_path}:\n{tail}" if tail else ""
+    return f"; the end of {service.log_path or 'its log'}:\n{tail}" if tail else ""
 
 
 def check_arguments(service: Service, info: Mapping[str, Any]) -> None:
     """Raise NotReady unless the server runs as asked and measures for real."""
-    wrong = argument_mismatch(service.spec.expected, info) or simulated_acceptance(info)
+    wrong = not_as_asked(service.spec, info)
     if wrong:
         raise NotReady(f"service {service.spec.name} at {service.url}: {wrong}")
+
+
+def not_as_asked(spec: ServiceSpec, info: Mapping[str, Any]) -> str | None:
+    """Why a server that says this of itself is not the one that was asked for, in words; null where it is."""
+    return (
+        argument_mismatch(spec.expected, info)
+        or _top_level_mismatch(spec.arguments, info)
+        or simulated_acceptance(info)
+    )
+
+
+def _top_level_mismatch(arguments: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
+    for key, value in arguments.items():
+        if info.get(key) != value:
+            return f"/server_info: {key}: found {info.get(key)!r}, asked for {value!r}"
+    return None
 
 
 def argument_mismatch(expected: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
