@@ -99,7 +99,7 @@ class TargetProbe:
             chances = await self._prefill(difference.prompt_id, difference.prefix)
             threshold = FP32_TIE
             if self._dtype != "float32":
-                threshold = NOISE_FACTOR * await self._noise(difference.prompt_id, difference.prefix)
+                threshold = NOISE_FACTOR * await self.noise(difference.prompt_id, difference.prefix)
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):
             return Gap(None, None)
         best = max(chances.values())
@@ -120,7 +120,7 @@ class TargetProbe:
             self._after[prompt_id, prefix] = known
         return known
 
-    async def _noise(self, prompt_id: str, prefix: tuple[int, ...]) -> float:
+    async def noise(self, prompt_id: str, prefix: tuple[int, ...]) -> float:
         """The largest change of a log-probability when a prefix is decoded token by token instead.
 
         Measured at the prefix and at the places just before it. Greedy decoding may leave the prefix; then

@@ -34,7 +34,7 @@ def make_row(
     """The row of one request; a field that acceptance needs and the server left out fails the request."""
     meta = answer.meta_info
     engine = meta.get("ddtree") or {}
-    error = answer.error or _missing_fields(answer, cell)
+    error = answer.error or missing_fields(answer, cell.arm)
     stages = engine.get("stage_seconds")
     return RequestRow(
         prompt_id=prompt.id,
@@ -71,8 +71,9 @@ def make_row(
     )
 
 
-def _missing_fields(answer: Answer, cell: CellSpec) -> str | None:
-    if cell.arm is Arm.AR or len(answer.output_ids) <= 1:  # the first token comes from the prefill
+def missing_fields(answer: Answer, arm: Arm) -> str | None:
+    """What acceptance needs and the server did not send, in words; the first token comes from the prefill."""
+    if arm is Arm.AR or len(answer.output_ids) <= 1:
         return None
     for name in ("spec_verify_ct", "spec_correct_drafts_histogram"):
         if not answer.meta_info.get(name):

@@ -32,7 +32,7 @@ def external_services(engine: ExternalEngine) -> list[ServiceSpec]:
     """
     found: dict[str, ServiceSpec] = {}
     for entry in engine.services:
-        spec = _describe(entry, fetch_server_info(str(entry.url)))
+        spec = describe_service(entry, fetch_server_info(str(entry.url)))
         if spec.name in found:
             raise BadInput(f"engine.services: {found[spec.name].url} and {spec.url} both serve {spec.name}")
         found[spec.name] = spec
@@ -64,7 +64,8 @@ def fetch_server_info(url: str, sleep: Callable[[float], None] = time.sleep) -> 
     return info
 
 
-def _describe(entry: ExternalService, info: Mapping[str, Any]) -> ServiceSpec:
+def describe_service(entry: ExternalService, info: Mapping[str, Any]) -> ServiceSpec:
+    """A running server as a sweep sees it, from its `/server_info`. Raises BadInput as above."""
     block = info.get("ddtree") if isinstance(info.get("ddtree"), Mapping) else None
     if block is None:
         _check_algorithm(entry, info)
