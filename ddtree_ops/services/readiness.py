@@ -52,7 +52,11 @@ async def wait_ready(
     Raises ServiceDied, NotReady.
     """
     name = service.spec.name
-    options: dict[str, Any] = {"timeout": PROBE_TIMEOUT_S, "trust_env": False, "headers": service.spec.headers}
+    options: dict[str, Any] = {
+        "timeout": PROBE_TIMEOUT_S,
+        "trust_env": False,
+        "headers": service.spec.headers,
+    }
     async with httpx.AsyncClient(base_url=service.url, **options) as http:
         started = clock()
         note(f"{name}: waiting for {service.url}/ready")
