@@ -99,14 +99,10 @@ def serve() -> None:
         signal.signal(stop, signal.SIG_IGN)
     Path("/run/sshd").mkdir(mode=0o755)
     call("ip", "link", "set", "lo", "up")
-    ignore = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-    daemons = [
-        subprocess.Popen(["/usr/sbin/sshd", "-D", "-e"], **ignore),
-        # As the machine's own service, so that `service docker restart` works as on any host.
-        subprocess.Popen(["/usr/sbin/service", "docker", "start"], **ignore),
-    ]
+    # Docker as the machine's own service, so that `service docker restart` works as on any host.
+    for daemon in (["/usr/sbin/sshd", "-D", "-e"], ["/usr/sbin/service", "docker", "start"]):
+        subprocess.Popen(daemon, stdin=subprocess.DEVNULL, start_new_session=True)
     _reap_until_input_ends()
-    del daemons
 
 
 def _reap_until_input_ends() -> None:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -413,7 +414,7 @@ def sweep_stale(folder: Path) -> None:
         if started is not None and _start_time(int(pid)) == started:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-            _wait_until(lambda pid=int(pid), at=started: _start_time(pid) != at, f"process {pid} stays")
+            _wait_until(partial(_ended, int(pid), started), f"process {pid} stays")
     _remove_cgroups(record["id"])
     _remove_link(record["link"])
     shutil.rmtree(folder)
@@ -487,6 +488,10 @@ def _card_address(address: str) -> str:
 def _remove_link(name: str) -> None:
     """The kernel takes it away with its other end's namespace, but some time later."""
     subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+
+
+def _ended(pid: int, started: str) -> bool:
+    return _start_time(pid) != started
 
 
 def _links() -> list[str]:
