@@ -71,6 +71,13 @@ class Output:
             table.add_row(*(str(cell) for cell in row))
         self._console(self.stdout).print(table)
 
+    def markdown(self, text: str) -> None:
+        """A text of several paragraphs for people, rendered on a terminal."""
+        if self.mode is OutputMode.HUMAN:
+            from rich.markdown import Markdown
+
+            self._console(self.stdout).print(Markdown(text))
+
     def note(self, text: str) -> None:
         """Something that the user should know while the command goes on."""
         if self.mode is OutputMode.HUMAN:

@@ -12,10 +12,11 @@ from typing import Any
 
 from ddtree_ops.hosts.checks import CHECKS
 from ddtree_ops.hosts.operator import ROWS
+from ddtree_ops.runbooks.page import all_pages
 from ddtree_ops.schemas.cluster import Cluster
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("preflight.md", "cluster-yaml.md")
+PAGES = ("preflight.md", "cluster-yaml.md", "runbooks.md")
 PLACE = re.compile(r"(<!-- made: (?P<name>[\w-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -33,6 +34,17 @@ def filled(text: str) -> str:
 def checks(rows: Mapping[str, Any]) -> str:
     lines = ["| check | passes with | otherwise | what to do |", "|---|---|---|---|"]
     lines += [f"| `{row.id}` | {row.wanted} | {row.otherwise} | {row.remedy} |" for row in rows.values()]
+    return "\n".join(lines) + "\n"
+
+
+def runbooks() -> str:
+    """Every page with what points to it."""
+    lines = ["| page | when | severity | play | what points to it |", "|---|---|---|---|---|"]
+    for page in all_pages().values():
+        link = f"[{page.id}](../ddtree_ops/runbooks/pages/{page.id}.md)"
+        pointers = ", ".join(f"`{name}`" for name in (*page.alerts, *page.checks))
+        play = "" if not page.play else page.changes or "reads only"
+        lines.append(f"| {link} | {page.title} | {page.severity.value} | {play} | {pointers} |")
     return "\n".join(lines) + "\n"
 
 
@@ -125,6 +137,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host-checks": lambda: checks(CHECKS),
     "operator-checks": lambda: checks(ROWS),
     "cluster-keys": keys,
+    "runbooks": runbooks,
 }
 
 

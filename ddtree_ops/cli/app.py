@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ddtree_ops import __version__
-from ddtree_ops.cli import bench, compare, deploy, doctor, plan, quickstart, serve
+from ddtree_ops.cli import bench, compare, deploy, doctor, plan, quickstart, runbook, serve, verify
 from ddtree_ops.cli.common import GLOBAL_FLAGS, hoist_global_flags
 from ddtree_ops.errors import DdtreeError, ExitCode, from_validation
 from ddtree_ops.output import Output, OutputMode
@@ -45,8 +45,10 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(compare.app, name="compare")
 app.add_typer(plan.app, name="plan")
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(runbook.app, name="runbook")
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.command(name="quickstart", epilog=quickstart.EPILOG)(quickstart.quickstart)
+app.command(name="verify", epilog=verify.EPILOG)(verify.verify)
 
 
 def main() -> None:

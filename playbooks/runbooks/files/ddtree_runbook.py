@@ -128,7 +128,6 @@ SECRETS = (
     re.compile(r"()\bhf_[A-Za-z0-9]{8,}"),
     re.compile(r"(?i)(--[\w-]*(?:api-key|token|secret|password)\s+)\S+"),
 )
-LOG_TAIL = 40
 MIB = 2**20
 
 
@@ -249,7 +248,7 @@ def described(answer: dict[str, Any]) -> dict[str, Any]:
     labels = (answer.get("Config") or {}).get("Labels") or {}
     name = str(answer.get("Name", "")).lstrip("/")
     argv = [str(word) for word in [answer.get("Path", ""), *(answer.get("Args") or [])]]
-    gpus = [uuid for one in host.get("DeviceRequests") or [] for uuid in one.get("DeviceIDs") or []]
+    asked = [uuid for one in host.get("DeviceRequests") or [] for uuid in one.get("DeviceIDs") or []]
     return {
         "name": name,
         "service": labels.get("ddtree.service", ""),
@@ -264,10 +263,19 @@ def described(answer: dict[str, Any]) -> dict[str, Any]:
         "finished": state.get("FinishedAt", ""),
         "health": (state.get("Health") or {}).get("Status", ""),
         "restarts": answer.get("RestartCount", 0),
-        "gpus": gpus,
+        "gpus": sorted({uuid.rpartition("=")[2] for uuid in asked} | set(spec_of(labels).get("gpus") or ())),
         "url": url_of(argv),
         "argv": redact(" ".join(map(shlex.quote, argv))),
     }
+
+
+def spec_of(labels: dict[str, str]) -> dict[str, Any]:
+    """What `ddtree deploy` asked for when it made the container; empty where the label is not there."""
+    try:
+        spec = json.loads(labels.get("ddtree.spec", "{}"))
+    except ValueError:
+        return {}
+    return spec if isinstance(spec, dict) else {}
 
 
 def url_of(argv: list[str]) -> str:
@@ -297,7 +305,7 @@ def waited(host: Host, arguments: argparse.Namespace) -> dict[str, Any]:
             return {"error": f"{name}: {found.stderr.strip()[-300:]}"}
         one = described(json.loads(found.stdout)[0])
         if one["state"] in ("exited", "dead"):
-            return {"error": f"{name} {ended(one)}; the end of its log:\n{tail(host, name)}"}
+            return {"error": f"{name} {ended(one)}; its log ends: {last_words(host, name)}"}
         if not one["url"]:
             return {"ready": False, "found": [f"{name}: {one['state']}; its arguments name no port to ask"]}
         code, body = fetched(f"{one['url']}/ready")
@@ -305,10 +313,8 @@ def waited(host: Host, arguments: argparse.Namespace) -> dict[str, Any]:
             return {"ready": True, "found": [f"{name}: ready after {time.monotonic() - started:.0f} s"]}
         seen = f"/ready answers {code}" if code else body
         time.sleep(1.0)
-    log = tail(host, name)
-    return {
-        "error": f"{name} was not ready after {arguments.seconds:g} s: {seen}; the end of its log:\n{log}"
-    }
+    late = f"{name} was not ready after {arguments.seconds:g} s: {seen}"
+    return {"error": f"{late}; its log ends: {last_words(host, name)}"}
 
 
 def ended(one: dict[str, Any]) -> str:
@@ -316,9 +322,11 @@ def ended(one: dict[str, Any]) -> str:
     return f"exited with code {one['exit_code']}{why}{': ' + one['error'] if one['error'] else ''}"
 
 
-def tail(host: Host, name: str) -> str:
-    answer = host.docker("logs", "--tail", str(LOG_TAIL), name)
-    return redact((answer.stdout + answer.stderr).strip())
+def last_words(host: Host, name: str) -> str:
+    """The end of a container's log on one line: Ansible shows the last line of what a program said."""
+    answer = host.docker("logs", "--tail", "8", name)
+    lines = [line.strip() for line in (answer.stdout + answer.stderr).splitlines()]
+    return redact(" | ".join(line for line in lines if line))[-350:]
 
 
 # --- the bundle ------------------------------------------------------------------------------------------
