@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pydantic
 
+from ddtree_ops.schemas.acceptance import AcceptanceSummary
 from ddtree_ops.schemas.cluster import Cluster
 from ddtree_ops.schemas.results import CellRecord, RequestRow, RunRecord, StoreHeader
 from ddtree_ops.schemas.sweep import Sweep
 
 FOLDER = Path(__file__).parent
 PUBLISHED: dict[str, type[pydantic.BaseModel]] = {
+    "acceptance.schema.json": AcceptanceSummary,
     "cluster.schema.json": Cluster,
     "sweep.schema.json": Sweep,
     "results-store.schema.json": StoreHeader,
