@@ -73,6 +73,7 @@ class ContainerService:
         self._gone = False
         self._trouble: str | None = None
         self._unknown_since: float | None = None
+        self._noted = False
 
     @property
     def url(self) -> str:
@@ -158,7 +159,7 @@ class ContainerService:
             self._lost(error.message)
             return
         if answered is None:
-            self._lost("its engine has not answered yet", quietly=True)
+            self._slow()
         else:
             self._seen(answered.found)
 
@@ -166,19 +167,23 @@ class ContainerService:
         return _Look(self.place.link.engine().find(self.place.container))
 
     def _seen(self, found: Found | None) -> None:
-        if self._unknown_since is not None and self._trouble is not None:
+        if self._noted:
             self._note(f"{self.spec.name}: {self._host} answers again")
-        self._unknown_since, self._trouble, self._looked_at = None, None, self._clock()
-        self._gone, self._found = found is None, found or self._found
+        self._unknown_since, self._trouble, self._noted = None, None, False
+        self._gone, self._found, self._looked_at = found is None, found or self._found, self._clock()
 
-    def _lost(self, why: str, *, quietly: bool = False) -> None:
-        first = self._unknown_since is None
+    def _slow(self) -> None:
+        """No answer yet, which may be nothing: the clock of the grace runs, but nobody is told."""
         self._unknown_since = self._clock() if self._unknown_since is None else self._unknown_since
-        if not quietly and self._trouble is None:
-            self._note(f"{self.spec.name}: {why}; it counts as alive for {self._grace_s:.0f} s")
-        if not quietly or first:
-            self._trouble = why
+        self._trouble = self._trouble or "its engine has not answered yet"
         self._looked_at = self._clock()
+
+    def _lost(self, why: str) -> None:
+        self._slow()
+        self._trouble = why
+        if not self._noted:
+            self._note(f"{self.spec.name}: {why}; it counts as alive for {self._grace_s:.0f} s")
+        self._noted = True
 
 
 class ContainerLauncher:

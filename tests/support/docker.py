@@ -85,9 +85,9 @@ def run_dockerd(folder: Path, *, inside: tuple[str, ...] = ()) -> Iterator[Docke
         engine = _answering(process, socket, log)
         image = engine.import_rootfs(io.BytesIO(rootfs()), IMAGE, changes=["ENV PATH=/bin"])
         yield Docker(socket, process.pid, image, folder / "logs")
-        with suppress(Exception):
-            for found in engine.ours(CLUSTER):
-                engine._remove(found.id, force=True)
+        with suppress(Exception), engine._call("end of the tests") as client:
+            for entry in client.containers(all=True):
+                engine._remove(str(entry["Id"]), force=True)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
