@@ -219,7 +219,7 @@ class HostLink:
 
 def _worth_trying(error: BaseException) -> bool:
     """A key that is wrong now will be wrong in a second."""
-    final = ("host key", "IDENTIFICATION", "Permission denied", "Could not resolve", "identity")
+    final = ("host key", "IDENTIFICATION", "Permission denied", "Could not resolve")
     return isinstance(error, HostUnreachable) and not any(word in error.message for word in final)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ddtree_ops.containers.failures import HostUnreachable
-from ddtree_ops.errors import BadEnvironment
+from ddtree_ops.errors import BadEnvironment, BadInput
 from ddtree_ops.hosts.inventory import Host
 from ddtree_ops.hosts.runner import SshOptions
 
@@ -101,8 +101,9 @@ class SshTarget:
         }
         if self.known_hosts is not None:
             options["UserKnownHostsFile"] = f'"{self.known_hosts}"'
+        if self.private_key is not None:
+            options["IdentityFile"] = f'"{self.private_key}"'
         arguments = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
-        arguments += ["-i", str(self.private_key)] if self.private_key else []
         arguments += ["-p", str(self.port)] if self.port else []
         arguments += ["-l", self.user] if self.user else []
         return [*arguments, *self.options]
@@ -124,8 +125,13 @@ class SshSession:
         """Connect; `folder` (0700, short path) takes the sockets.
 
         forwards  arguments of -L beside that of the engine's socket
-        Raises HostUnreachable with ssh's own last words, BadEnvironment without ssh or with a port in use.
+        Raises HostUnreachable with ssh's own last words, BadEnvironment without ssh or with a port in use,
+        BadInput for a key file that is not there (ssh would pass it by and try others).
         """
+        if target.private_key is not None and not target.private_key.is_file():
+            raise BadInput.at(
+                file=None, key=f"{name}: private key", found=str(target.private_key), allowed="a file"
+            )
         for file in (folder / "control", folder / "engine"):
             file.unlink(missing_ok=True)
         argv = ["ssh", "-M", "-S", str(folder / "control"), *target.arguments()]
@@ -276,7 +282,6 @@ def _explained(name: str, target: SshTarget, words: str, ended: bool) -> HostUnr
             "the host does not take this key: check ssh.private_key, the user and your agent",
         ),
         ("Could not resolve", "check the host's address in the inventory"),
-        ("no such identity", "check ssh.private_key"),
     ):
         if re.search(pattern, words, re.IGNORECASE):
             remedy = known
