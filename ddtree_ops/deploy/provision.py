@@ -91,6 +91,7 @@ def provision(
     folder: Path,
     inventory: Inventory,
     *,
+    whole: Inventory | None = None,
     revisions: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
     check: bool = False,
@@ -99,14 +100,15 @@ def provision(
 ) -> Outcome:
     """Run the playbooks on the hosts of the inventory, or with `check` see what they would change.
 
+    whole      all hosts of the cluster, where the inventory was limited: Prometheus asks them all
     revisions  commits by repository, for branches that were resolved
     tags       parts of site.yml; none means all
     Raises BadInput for an unknown tag and an unreadable secret. Failures of hosts are in the outcome.
     """
-    everything = {host.name: host for host in inventory.hosts}
+    everybody = inventory if whole is None else whole
     hosts = [
-        Host(name, {**host.variables, **host_variables(cluster, host, inventory)})
-        for name, host in everything.items()
+        Host(host.name, {**host.variables, **host_variables(cluster, host, everybody)})
+        for host in inventory.hosts
     ]
     secrets = {
         name: value

@@ -31,6 +31,8 @@ ENTRYPOINT = ("/usr/bin/env",)
 #: Inside every container.
 MODELS, JIT = "/models", "/var/cache/ddtree"
 DEFAULT_TOPK = 16
+#: Failed checks count from the first good one on, or after this; readiness has a deadline of its own.
+START_PERIOD_S = 3600.0
 #: Batch sizes up to this have a graph each, larger ones every so many.
 SMALL_BATCHES = 8
 MODES = {Arm.SHADOW: "shadow", Arm.DDTREE: "tree", Arm.UNSAFE: "unsafe"}
@@ -71,7 +73,7 @@ def render(cluster: Cluster, replica: Replica, around: Surroundings) -> Containe
         gpus=replica.gpus,
         shm_gib=service.shm_gib,
         ulimits=_ulimits(cluster, service),
-        healthcheck=_healthcheck(cluster, replica),
+        healthcheck=_healthcheck(replica),
         stop_timeout_s=service.stop_timeout_s,
     )
 
@@ -334,13 +336,12 @@ def _ulimits(cluster: Cluster, service: Service) -> dict[str, int]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
-def _healthcheck(cluster: Cluster, replica: Replica) -> Healthcheck:
+def _healthcheck(replica: Replica) -> Healthcheck:
     """Asks `/ready`, which is open and costs nothing: SGLang's `/health` generates a token."""
     host = loopback(replica.service.bind)
     host = f"[{host}]" if ":" in host else host
     code = f"from urllib.request import urlopen; urlopen('http://{host}:{replica.port}/ready', timeout=4)"
-    start = cluster.deadlines.ready
-    return Healthcheck(("python3", "-c", code), interval_s=30.0, start_period_s=start)
+    return Healthcheck(("python3", "-c", code), interval_s=30.0, start_period_s=START_PERIOD_S)
 
 
 def _short(image: str) -> str:

@@ -1,0 +1,148 @@
+"""Take a cluster down and prove it: no container, no port, no GPU memory is left in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ddtree_ops.containers.connection import DockerFailure
+from ddtree_ops.containers.found import Found
+from ddtree_ops.containers.spec import LABEL_CLUSTER
+from ddtree_ops.deploy.layout import services_on
+from ddtree_ops.deploy.render import loopback
+from ddtree_ops.deploy.session import ClusterSession
+from ddtree_ops.hosts.facts import HostFacts
+from ddtree_ops.output import Output
+from ddtree_ops.schemas.cluster import EngineKind
+
+#: What an idle card may hold, in MiB: the driver's own share.
+IDLE_MIB = 1024
+PROBE_S = 3.0
+
+
+@dataclass
+class DownReport:
+    """`left` says what is still there, by host; `unreachable` hosts were left alone."""
+
+    removed: list[str] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    volumes: list[str] = field(default_factory=list)
+    logs: list[Path] = field(default_factory=list)
+    left: dict[str, list[str]] = field(default_factory=dict)
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        return not self.left and not self.unreachable
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.good, **vars(self), "logs": [str(file) for file in self.logs]}
+
+
+def take_down(
+    session: ClusterSession, out: Output, *, services: Sequence[str] = (), purge: bool = False
+) -> DownReport:
+    """Stop gracefully, keep logs, remove; then look again.
+
+    services  the only ones; empty for everything of the cluster, gateways and previous containers included
+    purge     images that the containers ran and volumes of the cluster, too
+    """
+    session.require_services(services)
+    report = DownReport()
+    ran = session.each(lambda host: _remove(session, host, services, report, out))
+    if purge and not services:
+        session.each(lambda host: _purge(session, host, ran.get(host, set()), report, out))
+    _prove(session, services, report, out)
+    report.unreachable = dict(session.unreachable)
+    return report
+
+
+def _remove(
+    session: ClusterSession, host: str, services: Sequence[str], report: DownReport, out: Output
+) -> set[str]:
+    """Ids of the images that the removed containers ran."""
+    engine = session.engine(host)
+    found = [one for one in engine.ours(session.cluster.name) if not services or one.service in services]
+    for one in found:
+        try:
+            if one.running:
+                out.note(f"{host}: stopping {one.name}")
+                engine.stop(one.name)
+            log = engine.remove(one.name, log_folder=session.logs)
+        except DockerFailure as failure:
+            _left(report, host, failure.message)
+            continue
+        report.removed.append(f"{host}/{one.name}")
+        if log is not None:
+            report.logs.append(log)
+    return {one.image for one in found}
+
+
+def _purge(session: ClusterSession, host: str, ran: set[str], report: DownReport, out: Output) -> None:
+    engine, cluster = session.engine(host), session.cluster
+    images = ran if cluster.image.prebuilt is None else set()
+    images |= {image.id for image in engine.images(f"{LABEL_CLUSTER}={cluster.name}")}
+    try:
+        for volume in engine.our_volumes(cluster.name):
+            engine.remove_volume(volume.name)
+            report.volumes.append(f"{host}/{volume.name}")
+        for image in sorted(images):
+            out.note(f"{host}: removing the image {image}")
+            engine.remove_image(image)
+            report.images.append(f"{host}/{image}")
+    except DockerFailure as failure:
+        _left(report, host, failure.message)
+
+
+def _prove(session: ClusterSession, services: Sequence[str], report: DownReport, out: Output) -> None:
+    """Containers, ports and GPU memory as they are now. With cards, facts are read anew for that."""
+    for host, found in session.each(lambda host: _containers(session, host, services)).items():
+        for one in found:
+            _left(report, host, f"the container {one.name} is still there ({one.outcome})")
+    for host, ports in session.each(lambda host: _open_ports(session, host, services)).items():
+        for port in ports:
+            _left(report, host, f"something still answers on port {port}")
+    if session.cluster.engine is EngineKind.SGLANG and session.hosts and not services:
+        out.note("looking at the cards")
+        for host, facts in session.facts().items():
+            for line in busy_cards(facts):
+                _left(report, host, line)
+
+
+def busy_cards(facts: HostFacts) -> list[str]:
+    """Cards that are not idle, in words."""
+    return [
+        f"GPU {gpu.index} holds {gpu.used} MiB"
+        + (f" (processes {', '.join(map(str, gpu.processes))})" if gpu.processes else "")
+        for gpu in facts.gpus
+        if (gpu.used or 0) > IDLE_MIB or gpu.processes
+    ]
+
+
+def _containers(session: ClusterSession, host: str, services: Sequence[str]) -> list[Found]:
+    found = session.engine(host).ours(session.cluster.name)
+    return [one for one in found if not services or one.service in services]
+
+
+def _open_ports(session: ClusterSession, host: str, services: Sequence[str]) -> list[int]:
+    """Ports of services on which anything still speaks HTTP."""
+    found = []
+    for service in services_on(session.cluster, host):
+        if services and service.name not in services:
+            continue
+        for port in service.ports:
+            url = session.links[host].forward(loopback(service.bind), port)
+            try:
+                httpx.get(f"{url}/ready", timeout=PROBE_S, trust_env=False)
+            except httpx.HTTPError:
+                continue
+            found.append(port)
+    return found
+
+
+def _left(report: DownReport, host: str, what: str) -> None:
+    report.left.setdefault(host, []).append(what)

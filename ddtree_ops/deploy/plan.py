@@ -1,0 +1,177 @@
+"""What `up` would do, host by host: provisioning, image, containers, memory. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddtree_ops.deploy.images import NOT_YET, PlannedImage, planned_images
+from ddtree_ops.deploy.layout import Card, Replica
+from ddtree_ops.deploy.memory import Fit, memory_of, require_fit
+from ddtree_ops.deploy.provision import provision
+from ddtree_ops.deploy.render import Surroundings, render
+from ddtree_ops.deploy.session import ClusterSession
+from ddtree_ops.deploy.steps import Step, steps_of
+from ddtree_ops.hosts.checks import Finding, Status, check_host, expectations
+from ddtree_ops.hosts.runner import Change, Event
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass
+class HostPlan:
+    """What would happen on one host. `error` says why Ansible's check could not go through."""
+
+    host: str
+    changes: list[Change] = field(default_factory=list)
+    error: str | None = None
+    findings: list[Finding] = field(default_factory=list)
+    image: str = ""
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass
+class ClusterPlan:
+    """What would happen; `unknown` are hosts that do not answer."""
+
+    hosts: list[HostPlan]
+    fits: list[Fit]
+    unknown: dict[str, str]
+
+    @property
+    def changes(self) -> int:
+        """How many things `up` would change, as far as is known."""
+        return sum(
+            len(host.changes)
+            + (not host.image.startswith("present"))
+            + sum(step.action.changes for step in host.steps)
+            for host in self.hosts
+        )
+
+    @property
+    def blocked(self) -> bool:
+        """Whether `up` would stop on a host."""
+        failed = any(finding.status is Status.FAIL for host in self.hosts for finding in host.findings)
+        return failed or any(host.error for host in self.hosts)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "changes": self.changes,
+            "blocked": self.blocked,
+            "hosts": [
+                {
+                    "host": host.host,
+                    "changes": [vars(change) for change in host.changes],
+                    "error": host.error,
+                    "findings": [finding.as_json() for finding in host.findings],
+                    "image": host.image,
+                    "containers": [step.as_json() for step in host.steps],
+                }
+                for host in self.hosts
+            ],
+            "memory": [
+                {
+                    "service": fit.service,
+                    "verdict": fit.verdict.value if fit.verdict else None,
+                    "reason": fit.reason,
+                    "knobs": list(fit.knobs),
+                }
+                for fit in self.fits
+            ],
+            "unknown": self.unknown,
+        }
+
+
+def make_plan(
+    session: ClusterSession,
+    *,
+    services: Sequence[str] = (),
+    tags: Sequence[str] = (),
+    provisioning: bool = True,
+    recreate: bool = False,
+    on_event: OnEvent | None = None,
+) -> ClusterPlan:
+    """Look at every host. Raises BadInput for what does not fit, JobFailed when docker refuses to answer."""
+    session.require_services(services)
+    fits = memory_of(session.cluster)
+    require_fit(fits)
+    plans = {host: HostPlan(host) for host in session.hosts}
+    if provisioning and plans:
+        _check_mode(session, plans, tags, on_event)
+    facts = session.facts(on_event) if needs_facts(session) else None
+    for host, found in (facts or {}).items():
+        findings = check_host(found, expectations(session.cluster, host))
+        plans[host].findings = [one for one in findings if one.status in {Status.FAIL, Status.WARN}]
+    images = planned_images(session)
+    cards = session.cards(facts)
+    for host, steps in host_steps(session, cards, _ids(images), services=services, recreate=recreate).items():
+        plans[host].image, plans[host].steps = images[host].what, steps
+    known = [plan for host, plan in plans.items() if host not in session.unreachable]
+    return ClusterPlan(known, fits, dict(session.unreachable))
+
+
+def needs_facts(session: ClusterSession) -> bool:
+    """Cards have to be looked at; the CPU engine has none."""
+    return bool(session.hosts) and bool(session.cluster.engine.value == "sglang")
+
+
+def host_steps(
+    session: ClusterSession,
+    cards: Mapping[str, Sequence[Card]],
+    images: Mapping[str, str],
+    *,
+    services: Sequence[str] = (),
+    recreate: bool = False,
+) -> dict[str, list[Step]]:
+    """Steps by host, against the containers that are there now; hosts lost meanwhile are left out."""
+    return session.each(
+        lambda host: steps_on(session, host, cards, images, services=services, recreate=recreate),
+        [host for host in session.hosts if host in images],
+    )
+
+
+def steps_on(
+    session: ClusterSession,
+    host: str,
+    cards: Mapping[str, Sequence[Card]],
+    images: Mapping[str, str],
+    *,
+    services: Sequence[str] = (),
+    recreate: bool = False,
+) -> list[Step]:
+    """Steps for one host. Raises HostUnreachable."""
+    cluster = session.cluster
+    around = Surroundings(images[host], session.folder, session.revisions(), cards.get(host, ()))
+    replicas: list[Replica] = session.replicas(cards, services, [host])
+    wanted = [(replica, render(cluster, replica, around)) for replica in replicas]
+    known = [service.name for service in cluster.services if service.hosts is None or host in service.hosts]
+    known += [gateway.name for gateway in cluster.gateways]
+    found = session.engine(host).ours(cluster.name)
+    return steps_of(host, wanted, found, known=known, services=services, recreate=recreate)
+
+
+def _check_mode(
+    session: ClusterSession, plans: dict[str, HostPlan], tags: Sequence[str], on_event: OnEvent | None
+) -> None:
+    outcome = provision(
+        session.cluster,
+        session.folder,
+        session.inventory.limited(session.hosts),
+        whole=session.whole,
+        revisions=session.revisions(),
+        tags=tags,
+        check=True,
+        on_event=on_event,
+    )
+    session.unreachable |= outcome.unreachable
+    for change in outcome.changes:
+        plans[change.host].changes.append(change)
+    for host, message in outcome.failed.items():
+        plans[host].error = message
+    if outcome.status.value != "ok" and not outcome.failed and not outcome.unreachable:
+        outcome.require_ok()
+
+
+def _ids(images: Mapping[str, PlannedImage]) -> dict[str, str]:
+    return {host: image.id or NOT_YET for host, image in images.items()}
