@@ -20,7 +20,7 @@ SGLANG_READY := $(SGLANG_VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart test lint lint-playbooks molecule typecheck unit test-sglang format kernels-aot clean
+.PHONY: help setup quickstart test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
 
 help:
 	@sed -n '1,9p' Makefile | sed 's/^# \{0,1\}//'
@@ -34,7 +34,7 @@ $(READY): pyproject.toml setup.py tools/setup_env.py
 quickstart: $(READY)
 	$(BIN)/ddtree quickstart
 
-test: lint lint-playbooks typecheck unit
+test: lint lint-playbooks lint-dockerfiles typecheck unit
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,6 +42,9 @@ lint: $(READY)
 
 lint-playbooks: $(READY)
 	cd playbooks && PATH="$(CURDIR)/$(BIN):$$PATH" ansible-lint --offline --profile production
+
+lint-dockerfiles: $(READY)
+	$(BIN)/hadolint dockerfiles/*.Dockerfile
 
 # Every role on this machine, below a temporary root: syntax, converge, idempotence, verify. Some minutes.
 molecule: $(READY)

@@ -9,7 +9,8 @@ for name, folder in ROOTS.items():
     packages.append(name)
     packages += [f"{name}.{package}" for package in find_packages(folder)]
 
-# Data alone: the Ansible playbooks that `ddtree deploy` runs.
-packages.append("ddtree_playbooks")
+# Data alone: the Ansible playbooks that `ddtree deploy` runs, and what it builds images from.
+DATA = {"ddtree_playbooks": "playbooks", "ddtree_dockerfiles": "dockerfiles"}
+packages += DATA
 
-setup(packages=packages, package_dir={**ROOTS, "ddtree_playbooks": "playbooks"})
+setup(packages=packages, package_dir={**ROOTS, **DATA})
