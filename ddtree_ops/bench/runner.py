@@ -45,7 +45,7 @@ from ddtree_ops.services.base import Launcher, Service
 from ddtree_ops.services.readiness import (
     ServiceDied,
     not_as_asked,
-    require_alive,
+    require_alive_after_failure,
     wait_ready,
 )
 
@@ -264,7 +264,7 @@ class SweepRunner:
                 prompt = prompts[number % len(prompts)]
                 row = await self._send(progress, session, prompt, number, 0, 0, max_tokens=WARMUP_TOKENS)
                 if row.status is RequestStatus.FAILED:
-                    self._note_failure(progress, f"warm-up: {row.error}", at_once=True)
+                    await self._note_failure(progress, f"warm-up: {row.error}", at_once=True)
                 if number == 0:
                     progress.warm_output = row.output_ids
 
@@ -361,16 +361,16 @@ class SweepRunner:
         )
         if max_tokens is None:
             if row.status is RequestStatus.FAILED:
-                self._note_failure(progress, row.error or "failed")
+                await self._note_failure(progress, row.error or "failed")
             else:
                 progress.failures_in_a_row = 0
         return row
 
-    def _note_failure(self, progress: _Progress, error: str, *, at_once: bool = False) -> None:
+    async def _note_failure(self, progress: _Progress, error: str, *, at_once: bool = False) -> None:
         """After a failed request: is the service dead, or failing so often that going on is pointless?"""
         progress.failures_in_a_row += 1
         try:
-            require_alive(progress.service)
+            await require_alive_after_failure(progress.service)
         except ServiceDied as death:
             progress.given_up = death.message
             self._dead.add(progress.cell.service.name)

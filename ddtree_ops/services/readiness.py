@@ -20,6 +20,8 @@ from ddtree_ops.services.base import Explained, Service, ServiceSpec
 
 TICK_S = 0.2
 NOTE_EVERY_S = 5.0
+#: How long a process may take from closing its connections to being seen as dead.
+DYING_S = 0.5
 PROBE_TIMEOUT_S = 5.0
 GOLDEN_TOKENS = 8
 GOLDEN_TIMEOUT_S = 120.0
@@ -73,6 +75,18 @@ def require_alive(service: Service) -> None:
     if service.alive():
         return
     raise ServiceDied(f"service {service.spec.name} {_death(service)}{_log(service)}")
+
+
+async def require_alive_after_failure(service: Service) -> None:
+    """Like :func:`require_alive`, after a request that failed.
+
+    A dying process closes its connections a moment before it can be seen to be dead; that moment is waited.
+    """
+    waited = 0.0
+    while service.alive() and waited < DYING_S:
+        await asyncio.sleep(TICK_S / 4)
+        waited += TICK_S / 4
+    require_alive(service)
 
 
 def _death(service: Service) -> str:
@@ -184,7 +198,7 @@ async def _server_info(service: Service, http: httpx.AsyncClient) -> Mapping[str
         answer = await http.get("/server_info")
         info = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        require_alive(service)
+        await require_alive_after_failure(service)
         raise NotReady(f"service {service.spec.name}: /server_info: {error}") from error
     if not isinstance(info, Mapping):
         raise NotReady(f"service {service.spec.name}: /server_info is no JSON object")
@@ -205,7 +219,7 @@ async def _check_golden(service: Service, http: httpx.AsyncClient, golden: Mappi
                 raise ValueError(f"HTTP {answer.status_code}: {answer.text[:300]}")
             outputs.append(answer.json()["output_ids"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            require_alive(service)
+            await require_alive_after_failure(service)
             raise NotReady(f"service {service.spec.name}: golden prompt: {error!r}{_log(service)}") from error
     if not outputs[0]:
         raise NotReady(f"service {service.spec.name}: golden prompt: an empty answer")

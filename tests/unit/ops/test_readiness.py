@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,7 @@ from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.services.base import Identity, ServiceSpec
 from ddtree_ops.services.external import ExternalService
 from ddtree_ops.services.local import free_port
-from ddtree_ops.services.readiness import NotReady, wait_ready
+from ddtree_ops.services.readiness import NotReady, ServiceDied, require_alive_after_failure, wait_ready
 
 
 def test_a_long_wait_says_what_it_waits_for() -> None:
@@ -42,3 +44,40 @@ def test_a_service_that_is_not_ours_is_never_started_or_stopped() -> None:
     assert (service.log_path, service.log_tail()) == (None, "")
     with pytest.raises(ValueError, match="needs its url"):
         ExternalService(ServiceSpec("ar", Arm.AR, None, identity))
+
+
+@dataclass
+class Dying:
+    """A service whose process is seen alive for so many more looks."""
+
+    looks: int
+    spec: ServiceSpec
+    url: str = "http://127.0.0.1:1"
+    log_path: Path | None = None
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+    def alive(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def exit_code(self) -> int | None:
+        return 7
+
+    def log_tail(self, lines: int = 20) -> str:
+        return ""
+
+
+def _spec() -> ServiceSpec:
+    identity = Identity("stub", "0", "a" * 64, None, "float32", None, None, ())
+    return ServiceSpec(name="ar", arm=Arm.AR, budget=None, identity=identity)
+
+
+def test_a_process_seen_dead_a_moment_after_its_connection_broke_is_dead() -> None:
+    with pytest.raises(ServiceDied, match="exited with code 7"):
+        asyncio.run(require_alive_after_failure(Dying(2, _spec())))
+
+
+def test_a_service_that_lives_on_after_a_failed_request_is_not_called_dead() -> None:
+    asyncio.run(require_alive_after_failure(Dying(1000, _spec())))
