@@ -1,44 +1,29 @@
 # The CPU engine, for rehearsals on hosts without a GPU. `ddtree deploy up` builds it when cluster.yaml says
-# engine: reference. The context brings all packages, so a build needs no network: wheelhouse/ and installer/
-# hold the wheels of local-requirements.txt for Python 3.11 on x86-64.
-# Docker's SDK has no BuildKit: no `RUN --mount`, no heredocs; two stages keep the wheels out of the image.
+# engine: reference. The context brings everything, so a build needs no network: packages/ is what
+# local-requirements.txt lists, installed by pip for Python 3.11 on x86-64, and ddtree/ is our wheel, unpacked.
+# Docker's SDK has no BuildKit (no `RUN --mount`): installing from wheels in here would write torch twice.
 ARG BASE=python:3.11-slim-bookworm
-FROM ${BASE} AS install
-
-LABEL ddtree.image="local"
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-
-# Debian's Python brings no pip; a wheel of pip runs without being installed.
-COPY installer /installer
-COPY wheelhouse /wheelhouse
-RUN python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-    || { echo "the base needs Python 3.11, for which the wheels are" >&2; exit 1; }
-# torch's headers, tests and tools are a quarter of it, and serving needs none of them. All modules are compiled
-# here, since the user that serves cannot write beside them.
-RUN python3 -m venv --without-pip /opt/ddtree \
-    && python3 /installer/pip-*.whl/pip --python /opt/ddtree/bin/python install --no-cache-dir --no-index \
-         --no-deps --no-compile /wheelhouse/*.whl \
-    && rm -rf /opt/ddtree/lib/python3.11/site-packages/torch/{bin,include,share,test} \
-    && python3 -m compileall -q -j 0 /opt/ddtree/lib
-
-COPY ddtree-*.whl /wheel/
-RUN python3 /installer/pip-*.whl/pip --python /opt/ddtree/bin/python install --no-cache-dir --no-index \
-      --no-deps /wheel/ddtree-*.whl
-
 FROM ${BASE}
 
+# Before everything else, so that what a failed build leaves behind can be told from other images.
 LABEL ddtree.image="local"
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
+RUN python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+    || { echo "the base needs Python 3.11, for which the packages are" >&2; exit 1; }
 RUN groupadd --gid 10001 ddtree \
     && useradd --no-log-init --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin ddtree
-COPY --from=install /opt/ddtree /opt/ddtree
 
-ENV PATH=/opt/ddtree/bin:${PATH} \
+COPY packages /opt/ddtree/packages
+COPY ddtree /opt/ddtree/own
+ENV PYTHONPATH=/opt/ddtree/own:/opt/ddtree/packages \
     PYTHONUNBUFFERED=1
+# Compiles what serving imports and nothing else: the user that serves cannot write beside the modules.
+RUN python3 -c 'import ddtree_engine.reference.launch'
+
 USER 10001
 WORKDIR /home/ddtree
-RUN python -m ddtree_engine.reference --help > /dev/null
+RUN python3 -m ddtree_engine.reference --help > /dev/null
 
 ARG VERSION=unknown
 ARG WHEEL_SHA256=unknown
@@ -52,4 +37,5 @@ LABEL org.opencontainers.image.title="ddtree CPU engine" \
       org.opencontainers.image.base.digest="${BASE_DIGEST}" \
       ddtree.wheel-sha256="${WHEEL_SHA256}"
 
-ENTRYPOINT ["python", "-m", "ddtree_engine.reference"]
+# The API key comes from the environment of the container (DDTREE_API_KEY); all other options are arguments.
+ENTRYPOINT ["python3", "-m", "ddtree_engine.reference"]

@@ -9,6 +9,7 @@ import pydantic
 
 from ddtree_ops.schemas.acceptance import AcceptanceSummary
 from ddtree_ops.schemas.cluster import Cluster
+from ddtree_ops.schemas.images import ImagesLock
 from ddtree_ops.schemas.results import CellRecord, RequestRow, RunRecord, StoreHeader
 from ddtree_ops.schemas.sweep import Sweep
 
@@ -16,6 +17,7 @@ FOLDER = Path(__file__).parent
 PUBLISHED: dict[str, type[pydantic.BaseModel]] = {
     "acceptance.schema.json": AcceptanceSummary,
     "cluster.schema.json": Cluster,
+    "images-lock.schema.json": ImagesLock,
     "sweep.schema.json": Sweep,
     "results-store.schema.json": StoreHeader,
     "results-run.schema.json": RunRecord,

@@ -27,6 +27,8 @@ SUITE = "bookworm"
 BASE_PACKAGES = ("ca-certificates", "python3")
 #: A tree is thrown away when it is not whole, so waiting for the disk after each file buys nothing.
 FAST_DPKG = {"DPKG_FORCE": "unsafe-io", "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
+#: Mounts and processes of a step end with it, also when we are killed.
+APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 Say = Callable[[str], None]
 
 
@@ -110,7 +112,7 @@ def _bootstrap(tree: Path, folder: Path, mirror: Mirror, say: Say) -> None:
     command.append(f"--cache-dir={debs}")
     if mirror.keyring:
         command.append(f"--keyring={mirror.keyring}")
-    _run(*command, SUITE, tree, mirror.url)
+    _run(*APART, *command, SUITE, tree, mirror.url)
     _tidy(tree)
 
 
@@ -123,20 +125,16 @@ def _extend(tree: Path, base: Path, folder: Path, packages: list[str], say: Say)
     shutil.copy("/etc/resolv.conf", tree / "etc/resolv.conf")
     debs = (folder / "debs").absolute()
     # apt's own cache is outside the tree: a second tree downloads nothing twice.
-    with _bound(debs, tree / "var/cache/apt/archives"):
-        for arguments in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-            _run("chroot", tree, "apt-get", "-q", "-o", "APT::Sandbox::User=root", *arguments)
+    script = """
+        mount --bind "$1" "$2/var/cache/apt/archives"
+        mount -t proc proc "$2/proc"
+        tree=$2; shift 2
+        chroot "$tree" apt-get -q -o APT::Sandbox::User=root update
+        chroot "$tree" apt-get -q -o APT::Sandbox::User=root install -y --no-install-recommends "$@"
+    """
+    _run(*APART, "sh", "-ec", script, "sh", debs, tree, *packages)
     policy.unlink()
     _tidy(tree)
-
-
-@contextmanager
-def _bound(source: Path, target: Path) -> Iterator[None]:
-    _run("mount", "--bind", source, target)
-    try:
-        yield
-    finally:
-        _run("umount", target)
 
 
 def _tidy(tree: Path) -> None:
