@@ -37,13 +37,16 @@ class Answer:
     meta_info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def new_session(connections: int) -> aiohttp.ClientSession:
+def new_session(connections: int, headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
     """A session for `connections` concurrent streams, with buffers for large events and no cookie or proxy
     magic.
+
+    headers  of every request, such as an API key
     """
     return aiohttp.ClientSession(
         # Idle connections go before the server (uvicorn: 5 s) closes them under a request.
         connector=aiohttp.TCPConnector(limit=max(connections, 1) + 4, keepalive_timeout=KEEP_ALIVE_S),
+        headers=headers,
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=READ_BUFFER,
         trust_env=False,

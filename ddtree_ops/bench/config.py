@@ -13,27 +13,33 @@ from ddtree_ops.errors import BadInput, from_validation
 from ddtree_ops.schemas.sweep import Sweep
 
 #: Keys of `engine` that are paths, relative to the file that names them.
-ENGINE_PATHS = ("model", "drafter", "calibration")
+ENGINE_PATHS = ("model", "drafter", "calibration", "file")
 
 
 def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     """The sweep of a file (or of the defaults) with options of the command line on top.
 
-    overrides  sweep keys; `engine` holds keys of the engine; nulls are not given. `arms` are names.
+    overrides  sweep keys; `engine` holds keys of the engine, `cluster` a cluster.yaml instead of any engine;
+               nulls are not given. `arms` are names.
     Raises BadInput naming the file and key, or the option.
     """
     data = read_yaml(path) if path else {}
     if path:
         _resolve_paths(data, path.parent)
-    given = {key: value for key, value in overrides.items() if value is not None and key != "engine"}
+    apart = {"engine", "cluster"}
+    given = {key: value for key, value in overrides.items() if value is not None and key not in apart}
     engine = {key: value for key, value in (overrides.get("engine") or {}).items() if value is not None}
     if "arms" in given:
         given["arms"] = _choose_arms(data.get("arms"), given["arms"], drop_budgets="budgets" in given)
+    cluster = overrides.get("cluster")
+    if cluster is not None:
+        data = {**data, "engine": {"kind": "cluster", "file": str(cluster)}}
     if engine:
         base = data.get("engine") or {"kind": "local"}
-        if isinstance(base, dict) and base.get("kind") == "external":
+        if isinstance(base, dict) and base.get("kind") in {"external", "cluster"}:
+            options = ", ".join(sorted(engine))
             raise BadInput(
-                f"{', '.join(sorted(engine))}: options of a local engine; {path} uses running services",
+                f"{options}: options of a local engine; {cluster or path} uses running services",
                 remedy="leave these options out",
             )
         given["engine"] = {**base, **engine} if isinstance(base, dict) else base

@@ -227,7 +227,8 @@ class SweepRunner:
     async def _run_blocks(self) -> None:
         total = sum(cell.requests for cell in self._pending(self._plan.cells))
         most = max(block.concurrency for block in self._plan.blocks)
-        async with new_session(most) as session:
+        headers = {name: text for spec in self._plan.services for name, text in spec.headers.items()}
+        async with new_session(most, headers) as session:
             with self._out.progress("requests", total) as advance:
                 for block in self._plan.blocks:
                     await self._run_block(block, session, advance)

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
-from ddtree_ops.bench.dataset import load_dataset
+from ddtree_ops.bench.dataset import Dataset, load_dataset
 from ddtree_ops.bench.environment import capture_environment, engine_version
 from ddtree_ops.bench.plan import Plan, eta_seconds, make_plan
 from ddtree_ops.bench.runner import SweepOutcome, run_sweep
@@ -20,9 +20,9 @@ from ddtree_ops.bench.store import Store
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.schemas.results import CellRecord, Environment, RequestStatus
-from ddtree_ops.schemas.sweep import LocalEngine, Sweep
+from ddtree_ops.schemas.sweep import ClusterEngine, LocalEngine, Sweep
 from ddtree_ops.services.argv import find_models, local_services
-from ddtree_ops.services.base import Launcher
+from ddtree_ops.services.base import Launcher, ServiceSpec
 from ddtree_ops.services.discover import external_services
 from ddtree_ops.services.external import ExternalLauncher
 from ddtree_ops.services.local import LocalLauncher
@@ -38,26 +38,73 @@ LOCAL_SECONDS_PER_TOKEN = {
 
 
 @dataclass(frozen=True)
+class Attached:
+    """Services of a cluster that a sweep holds on to.
+
+    sweep        with the cluster's arms where it named none
+    fingerprint  of the hosts and cards that serve
+    close        lets go of the hosts; the services stay as they are
+    """
+
+    sweep: Sweep
+    services: list[ServiceSpec]
+    launcher: Launcher
+    fingerprint: str
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A sweep that could start: its plan, and the machine that it is planned for."""
+    """A sweep that could start: its plan, and the machine that it is planned for. Close it afterwards."""
 
     plan: Plan
     environment: Environment
+    attached: Attached | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.attached is not None:
+            self.attached.close()
 
 
-def prepare(sweep: Sweep) -> Prepared:
+def prepare(sweep: Sweep, note: Callable[[str], None] = lambda text: None) -> Prepared:
     """Read prompts, hash models, ask running servers, lay out the cells. Starts nothing.
+
+    note  gets a line when a host of a cluster is out of reach, also later
 
     Raises BadInput, BadEnvironment.
     """
     dataset = load_dataset(sweep.dataset, sweep.prompts)
+    environment = capture_environment()
+    if isinstance(sweep.engine, ClusterEngine):
+        return _prepare_on_cluster(sweep, sweep.engine, dataset, environment, note)
     if isinstance(sweep.engine, LocalEngine):
         services = local_services(sweep, find_models(sweep.engine), engine_version())
     else:
         services = external_services(sweep.engine)
-    environment = capture_environment()
     plan = make_plan(sweep, dataset, services, host_fingerprint=environment.host_fingerprint)
     return Prepared(plan, environment)
+
+
+def _prepare_on_cluster(
+    sweep: Sweep,
+    engine: ClusterEngine,
+    dataset: Dataset,
+    environment: Environment,
+    note: Callable[[str], None],
+) -> Prepared:
+    from ddtree_ops.deploy.sweep import attach  # ansible and docker are for operators only
+
+    attached = attach(sweep, engine, note=note)
+    try:
+        environment = environment.model_copy(update={"host_fingerprint": attached.fingerprint})
+        plan = make_plan(attached.sweep, dataset, attached.services, host_fingerprint=attached.fingerprint)
+    except BaseException:
+        attached.close()
+        raise
+    return Prepared(plan, environment, attached)
 
 
 def execute(
@@ -67,6 +114,8 @@ def execute(
     store = Store.create_or_open(results, now=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def launcher(run_id: str) -> Launcher:
+        if prepared.attached is not None:
+            return prepared.attached.launcher
         if isinstance(prepared.plan.sweep.engine, LocalEngine):
             return LocalLauncher(store.run_folder(run_id) / "logs")
         return ExternalLauncher()

@@ -22,6 +22,8 @@ ddtree bench sweep sweep.yaml --dry-run
 
 ddtree bench sweep sweep.yaml --arm ar,ddtree --budget 15,31 --results results
 
+ddtree bench sweep --cluster cluster.yaml --concurrency 1,4 --repeats 3
+
 The first is a laptop's sweep: ar, dflash, shadow and ddtree on the shipped pair.
 Sealed cells are skipped: the same command goes on after Ctrl-C. More in docs/sweeps.md.
 """
@@ -62,6 +64,9 @@ def sweep(
     calibration: common.Calibration = None,
     threads: common.Threads = None,
     allow_hybrid_unsafe: common.AllowUnsafe = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="Measure the services of this cluster.yaml.")
+    ] = None,
     results: common.Results = RESULTS,
     dry_run: common.DryRun = False,
     retry_failed: common.RetryFailed = False,
@@ -147,11 +152,11 @@ def _sweep(context: typer.Context, options: dict[str, Any]) -> None:
     from ddtree_ops.bench.sweep import describe, execute, prepare, show_plan
 
     out = common.sink(context)
-    prepared = prepare(load_sweep(options["file"], _overrides(options)))
-    if options["dry_run"]:
-        show_plan(describe(prepared, options["results"]), out)
-        return
-    store, outcome = execute(prepared, options["results"], out, retry_failed=options["retry_failed"])
+    with prepare(load_sweep(options["file"], _overrides(options)), out.note) as prepared:
+        if options["dry_run"]:
+            show_plan(describe(prepared, options["results"]), out)
+            return
+        store, outcome = execute(prepared, options["results"], out, retry_failed=options["retry_failed"])
     show_outcome(store, outcome, out)
     require_good(outcome)
 
@@ -162,6 +167,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
     plain = ("dataset", "prompts", "max_tokens", "repeats", "seed")
     return {
         **{key: options[key] for key in plain},
+        "cluster": options.get("cluster"),
         "arms": common.split(options["arm"]),
         "budgets": common.integers("--budget", options["budget"], common.ALL_BUDGETS),
         "concurrencies": common.integers("--concurrency", options["concurrency"], "whole numbers, 1 to 256"),

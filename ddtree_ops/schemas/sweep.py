@@ -64,7 +64,15 @@ class ExternalEngine(StrictModel):
     services: Annotated[list[ExternalService], Field(min_length=1)]
 
 
-Engine = Annotated[LocalEngine | ExternalEngine, Field(discriminator="kind")]
+class ClusterEngine(StrictModel):
+    """The services that `ddtree deploy` brought up. Without arms in the sweep, all of them are measured."""
+
+    kind: Literal["cluster"]
+    file: Path = Field(description="the cluster.yaml")
+    limit: list[str] = Field([], description="only these hosts")
+
+
+Engine = Annotated[LocalEngine | ExternalEngine | ClusterEngine, Field(discriminator="kind")]
 
 
 class ArmChoice(StrictModel):

@@ -39,7 +39,12 @@ def external_services(engine: ExternalEngine) -> list[ServiceSpec]:
     return list(found.values())
 
 
-def fetch_server_info(url: str, sleep: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+def fetch_server_info(
+    url: str,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """`/server_info` of a running server. Raises BadEnvironment when there is no such answer."""
     waiting = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(TRIES),
@@ -50,7 +55,8 @@ def fetch_server_info(url: str, sleep: Callable[[float], None] = time.sleep) -> 
     )
     address = f"{url.rstrip('/')}/server_info"
     try:
-        info = waiting(httpx.get, address, timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
+        answer = waiting(httpx.get, address, timeout=TIMEOUT_S, trust_env=False, headers=headers)
+        info = answer.raise_for_status().json()
     except httpx.HTTPStatusError as error:
         raise BadEnvironment(f"{address} answers {error.response.status_code}") from error
     except httpx.HTTPError as error:

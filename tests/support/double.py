@@ -1,7 +1,8 @@
 """Stands in for an engine inside a container: its options, `/ready`, `/server_info` and greedy answers.
 
 Copied into a small image under the CPU engine's module name; standard library only. Variables make it fail:
-DOUBLE=exit ends with code 3 at once, DOUBLE=never is never ready, DOUBLE=liar serves another budget.
+DOUBLE=exit ends with code 3 at once, DOUBLE=never is never ready, DOUBLE=liar serves another budget;
+DOUBLE_STEP_S slows every token down.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODE = os.environ.get("DOUBLE", "")
+STEP_S = float(os.environ.get("DOUBLE_STEP_S", "0"))
 KEY = os.environ.get("DDTREE_API_KEY")
 
 
@@ -50,11 +53,40 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, self._info())
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self._refused():
             self._answer(401, {"error": "Unauthorized"})
+        elif self.path != "/generate":
+            self._answer(200, {})
         else:
-            self._answer(200, {"output_ids": [1, 2, 3], "text": "abc", "meta_info": {}})
+            self._generate(json.loads(data))
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        """Tokens that follow from the prompt alone: the same for every arm; two a step where it drafts."""
+        count = body["sampling_params"]["max_new_tokens"]
+        seed = sum(str(body.get("text") or body.get("input_ids")).encode())
+        output = [2 + (seed * 31 + place * 7) % 97 for place in range(count)]
+        drafts = self.options.arm != "ar"
+        steps = max(1, count // 2) if drafts else count
+        meta: dict[str, Any] = {"completion_tokens": count, "prompt_tokens": 5, "cached_tokens": 0}
+        meta["finish_reason"] = {"type": "length"}
+        meta["ddtree"] = {"arm": self.options.arm, "tree_steps": steps, "tree_nodes": 32 * steps}
+        if drafts:
+            accepted = count - 1 - steps
+            meta |= {"spec_verify_ct": steps, "spec_num_correct_drafts": accepted}
+            meta |= {"spec_correct_drafts_histogram": [steps - accepted, accepted]}
+        if not body.get("stream"):
+            self._answer(200, {"output_ids": output, "text": "", "meta_info": meta})
+            return
+        self.send_response(200)
+        self.end_headers()
+        for end in range(1, count + 1):
+            time.sleep(STEP_S)
+            seen = meta if end == count else {"completion_tokens": end, "finish_reason": None}
+            event = json.dumps({"output_ids": output[:end], "text": "", "meta_info": seen})
+            self.wfile.write(f"data: {event}\n\n".encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def _refused(self) -> bool:
         return KEY is not None and self.headers.get("Authorization") != f"Bearer {KEY}"
@@ -62,6 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     def _info(self) -> dict[str, Any]:
         options = self.options
         block: dict[str, Any] = {"engine": "reference", "arm": options.arm}
+        block |= {"model_sha256": "m", "drafter_sha256": "d", "dtype": "float32", "block": 16}
         block["budget"] = 7 if MODE == "liar" else options.budget
         block |= {"topk": options.topk, "builder": options.builder, "per_request_budget": True}
         block["allow_hybrid_unsafe"] = options.allow_hybrid_unsafe
