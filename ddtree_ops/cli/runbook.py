@@ -202,9 +202,11 @@ def _played(out: Output, play: RunbookPlay, place: Path, *, check: bool) -> Play
 def _finish(out: Output, page: Page, played: Played, *, applied: bool) -> None:
     """The result, and the exit code when a host failed."""
     outcome = played.outcome
-    changed = sum(host.changed for host in outcome.hosts.values())
-    what = f"{changed} changes" if applied else f"{played.planned} steps planned, nothing changed"
-    what = "nothing changed" if page.changes is None else what
+    what = "nothing changed"
+    if applied:
+        what = f"{played.planned} steps{'' if not played.failed else ', not all of them done'}"
+    elif page.changes is not None:
+        what = f"{played.planned} steps planned, nothing changed"
     out.result(
         {
             "runbook": page.id,
