@@ -113,11 +113,17 @@ class _Connection(UnixHTTPConnection):
 
 
 class _Answer(http.client.HTTPResponse):
-    """Remembers that it broke off: of a log that is followed, the SDK takes that for the end."""
+    """Remembers that it broke off: of a log that is followed, the SDK takes that for the end.
 
-    def __init__(self, deadline: Deadline, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    Reads its header and not a byte more: after an upgrade the SDK reads from the socket itself, where output
+    that came with the header, as it does over a slow network, would be missing.
+    """
+
+    def __init__(self, deadline: Deadline, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
         self._deadline = deadline
+        self.fp.close()
+        self.fp = sock.makefile("rb", 1)
 
     def read(self, amt: int | None = None) -> bytes:
         try:

@@ -160,17 +160,19 @@ class SshSession:
     def echoes(self, timeout_s: float) -> bool:
         """Whether the host answers within the time; false at once when ssh has ended."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout_s):
+            return False  # whoever asked before us has waited as long
+        try:
             self._asked += 1
             question = f"{os.getpid()}-{self._asked}\n".encode()
             assert self._process.stdin is not None
             assert self._process.stdout is not None
-            try:
-                self._process.stdin.write(question)
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                return False
+            self._process.stdin.write(question)
             return _read_until(self._process.stdout, question, deadline)
+        except (OSError, ValueError):  # ssh has ended, or was closed by another thread
+            return False
+        finally:
+            self._lock.release()
 
     def forward(self, argument: str) -> bool:
         """Add a -L to the connection; false when ssh would not."""

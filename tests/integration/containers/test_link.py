@@ -68,12 +68,14 @@ def ssh_processes() -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to its link, no ssh and no folder may outlive it."""
-    before = set(Path(tempfile.gettempdir()).glob("ddtree-*"))
-    yield
-    assert ssh_processes() == []
-    assert set(Path(tempfile.gettempdir()).glob("ddtree-*")) - before == set()
+    with tempfile.TemporaryDirectory(prefix="ddt-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        monkeypatch.undo()
+        assert ssh_processes() == []
+        assert list(Path(folder).iterdir()) == []
 
 
 def test_the_engine_works_through_ssh(remote: Remote) -> None:
@@ -162,7 +164,7 @@ def back(link: HostLink) -> bool:
 
 def test_a_host_that_comes_back_in_time_is_waited_for(remote: Remote) -> None:
     remote.host.cut()
-    threading.Timer(2.5, remote.host.mend).start()
+    threading.Timer(1, remote.host.mend).start()
     with remote.link(patience_s=20) as link:
         assert link.engine().info().version
 
@@ -257,6 +259,18 @@ def test_a_port_that_was_taken_during_a_break_is_named(remote: Remote) -> None:
                 link.engine().find(NAME)
         assert link.engine().find(NAME) is not None
         assert get(url) == "ok"
+
+
+def test_a_local_port_that_is_taken_is_passed_by(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as thief, remote.link() as link:
+        thief.bind(("127.0.0.1", 0))
+        thief.listen()
+        taken = thief.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free = probe.getsockname()[1]
+        monkeypatch.setattr("ddtree_ops.containers.connection.free_port", iter([taken, free]).__next__)
+        assert link.forward("127.0.0.1", PORT) == f"http://127.0.0.1:{free}"
 
 
 def test_an_image_moves_from_here_to_the_host_and_a_cut_leaves_it_out(remote: Remote) -> None:

@@ -171,6 +171,20 @@ def test_a_silent_engine_is_given_up_at_the_call_s_own_time_limit(engine: Engine
     assert time.monotonic() - started < 5
 
 
+def test_output_that_arrives_together_with_the_header_is_not_lost(engine: Engine, server: FakeServer) -> None:
+    """A slow network joins what the engine wrote apart."""
+
+    def at_once(handler: Handler) -> None:
+        head = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+        handler.wfile.write(head + frame(b"GPU 0\n") + frame(b"GPU 1\n"))
+        handler.close_connection = True
+
+    server.answers["POST /containers/lab-ddtree-0/exec"] = lambda handler: handler.json(201, {"Id": "e"})
+    server.answers["POST /exec/e/start"] = at_once
+    server.answers["GET /exec/e/json"] = lambda handler: handler.json(200, {"Running": False, "ExitCode": 0})
+    assert engine.exec("lab-ddtree-0", ["nvidia-smi", "-L"], timeout_s=5) == (0, "GPU 0\nGPU 1\n")
+
+
 def test_a_stream_that_drips_is_given_up_as_well(engine: Engine, server: FakeServer) -> None:
     """A time limit for each read would never strike here."""
 
