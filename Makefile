@@ -1,5 +1,6 @@
 # Needs make and Python 3.11 or newer; everything else is set up in .venv.
 #   make quickstart   the main job on the embedded CPU engine: services, sweep, report
+#   make e2e-deploy   a cluster's life on two test hosts, with real ssh and Docker; as root
 #   make test         lint, types and tests, with coverage
 # Settings (make NAME=VALUE ...):
 #   PYTHON            the Python that makes .venv          (default: python3)
@@ -20,10 +21,10 @@ SGLANG_READY := $(SGLANG_VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
+.PHONY: help setup quickstart e2e-deploy test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
 
 help:
-	@sed -n '1,9p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '1,10p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(READY)
 
@@ -33,6 +34,10 @@ $(READY): pyproject.toml setup.py tools/setup_env.py
 
 quickstart: $(READY)
 	$(BIN)/ddtree quickstart
+
+# Needs root, debootstrap, and nothing of Docker on this machine: that runs inside the hosts. Some minutes.
+e2e-deploy: $(READY)
+	$(BIN)/python tools/e2e/deploy_story.py
 
 test: lint lint-playbooks lint-dockerfiles typecheck unit
 
