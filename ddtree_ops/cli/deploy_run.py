@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ddtree_ops.deploy.plan import ClusterPlan
     from ddtree_ops.deploy.rollback import RollbackReport
     from ddtree_ops.deploy.session import ClusterSession
-    from ddtree_ops.deploy.status import ClusterStatus
+    from ddtree_ops.deploy.status import ClusterStatus, ReplicaStatus
     from ddtree_ops.deploy.up import Report
+    from ddtree_ops.gateway.deploy import GatewayStatus
     from ddtree_ops.hosts.runner import Event
     from ddtree_ops.output import Output
 
@@ -87,8 +88,9 @@ def status(out: Output, choice: Choice) -> int:
     with open_cluster(choice.file, limit=choice.limit) as session:
         found = look(session, services=choice.services)
     show_status(out, found)
-    bad = [one for one in found.replicas if not one.good]
-    lines = f"{len(bad)} of {len(found.replicas)} are not as configured" if bad else "all as configured"
+    every: list[ReplicaStatus | GatewayStatus] = [*found.replicas, *found.gateways]
+    bad = [one for one in every if not one.good]
+    lines = f"{len(bad)} of {len(every)} are not as configured" if bad else "all as configured"
     lines += f"; not in cluster.yaml: {', '.join(found.strays)}" if found.strays else ""
     out.result(found.as_json(), summary=lines)
     return ExitCode.DONE if found.good else ExitCode.JOB_FAILED
@@ -204,10 +206,24 @@ def show_status(out: Output, found: ClusterStatus) -> None:
     out.table(
         "Services", ("container", "host", "state", "ready", "up for", "GPU memory", "image", "here"), rows
     )
-    for one in found.replicas:
-        if one.reason:
-            out.line(f"{one.host}/{one.container}: {one.reason}")
-        for line in one.drift:
+    if found.gateways:
+        doors = [
+            (
+                one.container,
+                one.host,
+                one.state,
+                one.service,
+                "-" if one.serving is None else one.serving.summary,
+                one.url or "-",
+            )
+            for one in found.gateways
+        ]
+        out.table("Gateways", ("container", "host", "state", "service", "replicas", "here"), doors)
+    every: list[ReplicaStatus | GatewayStatus] = [*found.replicas, *found.gateways]
+    for each in every:
+        if each.reason:
+            out.line(f"{each.host}/{each.container}: {each.reason}")
+        for line in each.drift:
             out.line(f"    {line}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ddtree_ops.containers.spec import LABEL_CLUSTER
 from ddtree_ops.deploy.layout import services_on
 from ddtree_ops.deploy.render import loopback
 from ddtree_ops.deploy.session import ClusterSession
+from ddtree_ops.gateway.deploy import gateways_on
 from ddtree_ops.hosts.facts import HostFacts
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.cluster import EngineKind
@@ -48,7 +50,7 @@ def take_down(
 ) -> DownReport:
     """Stop gracefully, keep logs, remove; then look again.
 
-    services  the only ones; empty for everything of the cluster, gateways and previous containers included
+    services  the only ones, with the gateways in front of them; empty for everything of the cluster
     purge     images that the containers ran and volumes of the cluster, too
     """
     session.require_services(services)
@@ -66,7 +68,7 @@ def _remove(
 ) -> set[str]:
     """Ids of the images that the removed containers ran."""
     engine = session.engine(host)
-    found = [one for one in engine.ours(session.cluster.name) if not services or one.service in services]
+    found = _containers(session, host, services)
     for one in found:
         try:
             if one.running:
@@ -124,8 +126,11 @@ def busy_cards(facts: HostFacts) -> list[str]:
 
 
 def _containers(session: ClusterSession, host: str, services: Sequence[str]) -> list[Found]:
+    """Previous ones included; a gateway goes first, so that nobody is led to what stops."""
+    doors = {gateway.name for gateway in gateways_on(session, host, services)}
     found = session.engine(host).ours(session.cluster.name)
-    return [one for one in found if not services or one.service in services]
+    wanted = [one for one in found if not services or one.service in services or one.service in doors]
+    return sorted(wanted, key=lambda one: one.service not in doors)
 
 
 def _open_ports(session: ClusterSession, host: str, services: Sequence[str]) -> list[int]:
@@ -141,6 +146,11 @@ def _open_ports(session: ClusterSession, host: str, services: Sequence[str]) -> 
             except httpx.HTTPError:
                 continue
             found.append(port)
+    for gateway in gateways_on(session, host, services):
+        url = session.links[host].forward(gateway.bind, gateway.port)
+        with suppress(httpx.HTTPError):
+            httpx.get(f"{url}/health", timeout=PROBE_S, trust_env=False)
+            found.append(gateway.port)
     return found
 
 

@@ -13,6 +13,8 @@ from ddtree_ops.deploy.provision import provision
 from ddtree_ops.deploy.render import Surroundings, render
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import Step, steps_of
+from ddtree_ops.gateway.deploy import gateway_hosts, gateway_steps
+from ddtree_ops.gateway.image import planned_gateway_images
 from ddtree_ops.hosts.checks import Finding, Status, check_host, expectations
 from ddtree_ops.hosts.runner import Change, Event
 
@@ -107,8 +109,19 @@ def make_plan(
     cards = session.cards(facts)
     for host, steps in host_steps(session, cards, _ids(images), services=services, recreate=recreate).items():
         plans[host].image, plans[host].steps = images[host].what, steps
+    for host, steps in _gateway_steps(session, services, recreate).items():
+        plans[host].steps += steps
     known = [plan for host, plan in plans.items() if host not in session.unreachable]
     return ClusterPlan(known, fits, dict(session.unreachable))
+
+
+def _gateway_steps(session: ClusterSession, services: Sequence[str], recreate: bool) -> dict[str, list[Step]]:
+    if not session.cluster.gateways:
+        return {}
+    images = planned_gateway_images(session, gateway_hosts(session, services))
+    return session.each(
+        lambda host: gateway_steps(session, host, images, services=services, recreate=recreate)
+    )
 
 
 def needs_facts(session: ClusterSession) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from ddtree_ops.deploy.plan import steps_on
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import previous_name, spec_diff
 from ddtree_ops.errors import DdtreeError
+from ddtree_ops.gateway.deploy import GatewayStatus, look_at_gateways
 
 READY_S = 5.0
 SMI_S = 20.0
@@ -64,15 +65,18 @@ class ClusterStatus:
     replicas: list[ReplicaStatus]
     strays: list[str]
     unreachable: Mapping[str, str]
+    gateways: list[GatewayStatus] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        return all(one.good for one in self.replicas) and not self.strays
+        good = [one.good for one in self.replicas] + [one.good for one in self.gateways]
+        return all(good) and not self.strays
 
     def as_json(self) -> dict[str, Any]:
         return {
             "ok": self.good,
             "replicas": [one.as_json() for one in self.replicas],
+            "gateways": [one.as_json() for one in self.gateways],
             "strays": self.strays,
             "unreachable": dict(self.unreachable),
         }
@@ -90,6 +94,7 @@ def look(
     """
     session.require_services(services)
     looks = session.each(lambda host: _host(session, host, services, now))
+    gateways = look_at_gateways(session, services)
     found = [one for host in session.inventory.names for one in looks.get(host, ([], []))[0]]
     strays = [one for host in session.inventory.names for one in looks.get(host, ([], []))[1]]
     for host, why in session.unreachable.items():
@@ -101,7 +106,7 @@ def look(
             if (service.hosts is None or host in service.hosts) and (not services or service.name in services)
             for index in range(service.copies)
         ]
-    return ClusterStatus(found, strays, dict(session.unreachable))
+    return ClusterStatus(found, strays, dict(session.unreachable), gateways)
 
 
 def _host(

@@ -31,7 +31,7 @@ class Action(StrEnum):
 class Step:
     """One container on one host.
 
-    spec, replica  null for a container that is to go
+    spec, replica  null for a container that is to go; a gateway has a spec only
     diff           lines of what would change: `- old`, `+ new`
     """
 
@@ -49,7 +49,7 @@ class Step:
             "container": self.name,
             "action": self.action.value,
             "reason": self.reason,
-            "service": None if self.replica is None else self.replica.service.name,
+            "service": None if self.spec is None else self.spec.service,
             "gpus": [] if self.spec is None else list(self.spec.gpus),
             "argv": [] if self.spec is None else list(self.spec.argv),
             "env": {} if self.spec is None else dict(self.spec.env),
@@ -86,7 +86,9 @@ def steps_of(
             steps.append(Step(host, name, Action.REMOVE, f"{one.service} is not in cluster.yaml"))
         elif one.service in replicas or (only and one.service in only):
             steps.append(Step(host, name, Action.REMOVE, f"{one.service} has fewer replicas here"))
-    return steps + [_step(host, replica, spec, there.get(spec.name), recreate) for replica, spec in wanted]
+    return steps + [
+        container_step(host, replica, spec, there.get(spec.name), recreate) for replica, spec in wanted
+    ]
 
 
 def spec_diff(old: Mapping[str, Any] | None, new: ContainerSpec) -> tuple[str, ...]:
@@ -103,7 +105,11 @@ def spec_diff(old: Mapping[str, Any] | None, new: ContainerSpec) -> tuple[str, .
     return tuple(lines)
 
 
-def _step(host: str, replica: Replica, spec: ContainerSpec, found: Found | None, recreate: bool) -> Step:
+def container_step(
+    host: str, replica: Replica | None, spec: ContainerSpec, found: Found | None, recreate: bool
+) -> Step:
+    """What has to be done to one container; a gateway's is no replica."""
+
     def step(action: Action, reason: str, diff: tuple[str, ...] = ()) -> Step:
         return Step(host, spec.name, action, reason, replica, spec, diff)
 

@@ -27,6 +27,8 @@ from ddtree_ops.deploy.ready import wait_for
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import Action, Step, previous_name
 from ddtree_ops.errors import DdtreeError, JobFailed
+from ddtree_ops.gateway.deploy import gateway_hosts, gateway_steps, wait_gateways
+from ddtree_ops.gateway.image import ensure_gateway_images
 from ddtree_ops.hosts.checks import Status, check_host, expectations
 from ddtree_ops.hosts.hub import probe_revision
 from ddtree_ops.hosts.runner import Event
@@ -142,6 +144,9 @@ class Up:
             self._containers(cards, images)
         with self._phase("ready"):
             self._readiness()
+        if session.cluster.gateways:
+            with self._phase("gateways"):
+                self._gateways()
         self._report.unreachable = dict(session.unreachable)
         return self._report
 
@@ -216,18 +221,23 @@ class Up:
         self._report.steps = [step for host in hosts for step in done.get(host, ())]
 
     def _host(self, host: str, cards: Mapping[str, Sequence[Card]], images: Mapping[str, str]) -> list[Step]:
-        """All steps of a host, begun anew after a break until the deadline is over."""
+        """All steps of a host for its replicas."""
+        services = self._options.services
+
+        def look(recreate: bool) -> list[Step]:
+            return steps_on(self._session, host, cards, images, services=services, recreate=recreate)
+
+        return self._work(host, look, images[host])
+
+    def _work(self, host: str, look: Callable[[bool], list[Step]], image: str) -> list[Step]:
+        """Steps are done, and begun anew after a break until the deadline is over."""
         deadline = self._clock() + self._session.cluster.deadlines.ready
         first: list[Step] | None = None
         while True:
             try:
-                options = self._options
-                recreate = options.recreate and first is None
-                steps = steps_on(
-                    self._session, host, cards, images, services=options.services, recreate=recreate
-                )
+                steps = look(self._options.recreate and first is None)
                 first = steps if first is None else first
-                self._apply(host, steps, images[host])
+                self._apply(host, steps, image)
                 return first
             except HostUnreachable as gone:
                 if self._clock() >= deadline:
@@ -322,6 +332,36 @@ class Up:
         for one in wait_for(session, back, note=self._out.note, as_asked=False):
             name = one.replica.container(session.cluster.name)
             self._report.failed[f"{one.replica.host}/{name}"] += f"; the previous one, too: {one.message}"
+
+    # Gateways
+
+    def _gateways(self) -> None:
+        """The front doors come last: what they lead to serves by now."""
+        session, services = self._session, self._options.services
+        images = ensure_gateway_images(
+            session, gateway_hosts(session, services), lambda event: self._out.note(str(event))
+        )
+
+        def work(host: str) -> list[Step]:
+            def look(recreate: bool) -> list[Step]:
+                return gateway_steps(session, host, images, services=services, recreate=recreate)
+
+            return self._work(host, look, images.get(host, ""))
+
+        done = session.each(work, self._hosts())
+        steps = [step for host in self._hosts() for step in done.get(host, ())]
+        self._report.steps += steps
+        begun = {(step.host, step.name): step for step in steps if step.spec and not self._is_failed(step)}
+        for place, why in wait_gateways(session, begun, note=self._out.note).items():
+            self._report.failed[self._label(begun[place])] = why
+        for step in steps:
+            if self._is_failed(step):
+                with self._kept(step):
+                    self._give_up(step)
+            elif step.spec is not None:
+                found = session.engine(step.host).find(step.name)
+                if found is not None:
+                    self._report.containers[self._label(step)] = found.id
 
     def _give_up(self, step: Step) -> None:
         engine = self._session.engine(step.host)

@@ -70,11 +70,14 @@ class GatewayState:
         return f"{usable} of {len(self.workers)} replicas, {running} running"
 
 
-def gateway_state(url: str, metrics_url: str, expected: Sequence[str]) -> GatewayState:
+def gateway_state(
+    url: str, metrics_url: str, expected: Sequence[str], tolerated: Sequence[str] = ()
+) -> GatewayState:
     """Ask a gateway.
 
     url, metrics_url  base addresses as seen from here, without a slash at the end
     expected          the replicas' base addresses as the gateway was given them
+    tolerated         those of them that may be missing or unhealthy
     A gateway that does not answer is a state with a problem, not an error.
     """
     with httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False) as http:
@@ -87,9 +90,13 @@ def gateway_state(url: str, metrics_url: str, expected: Sequence[str]) -> Gatewa
     missing = [one for one in expected if one not in {worker.url for worker in ordered}]
     problems = [
         *said,
-        *(f"{one}: not known to the gateway: it was not up in time" for one in missing),
+        *(f"{one}: not known to the gateway" for one in missing if one not in tolerated),
         *(f"{worker.url}: not in cluster.yaml" for worker in workers.values()),
-        *(f"{worker.url}: {_trouble(worker)}" for worker in ordered if not worker.usable),
+        *(
+            f"{worker.url}: {_trouble(worker)}"
+            for worker in ordered
+            if not worker.usable and worker.url not in tolerated
+        ),
     ]
     return GatewayState(answers, (*ordered, *workers.values()), tuple(problems))
 
@@ -124,6 +131,7 @@ def wait_gateway(
     golden: Mapping[str, Any],
     *,
     headers: Mapping[str, str] | None = None,
+    tolerated: Sequence[str] = (),
     timeout_s: float,
     require_alive: Callable[[], None] = lambda: None,
     note: Note = lambda text: None,
@@ -135,6 +143,7 @@ def wait_gateway(
     replica_url    a replica's base address as seen from here
     golden         the prompt part of a `/generate` request
     headers        with the API key, where there is one
+    tolerated      replicas that are not waited for
     require_alive  raises when the gateway's container is gone
     Raises GatewayNotReady with what is wrong.
     """
@@ -145,7 +154,7 @@ def wait_gateway(
         require_alive()
         if state.problems:
             note(f"{url}: {state.problems[0]}")
-        state = gateway_state(url, metrics_url, expected)
+        state = gateway_state(url, metrics_url, expected, tolerated)
         return state.answers and not state.problems
 
     waiting = tenacity.Retrying(

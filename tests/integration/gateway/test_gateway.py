@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ import pytest
 from ddtree_ops.gateway.check import GatewayNotReady, check_golden
 from tests.support.tiny_pair import write_pair
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "e2e"))
+from gateway_load import Load
+
 from .conftest import GOLDEN, HEADERS, KEY, ROUTED, Stack, client, engine, gateway, settings, wait_for
-from .load import Load
 
 CHAT = {
     "model": "target",
@@ -131,7 +134,7 @@ def test_the_key_is_neither_in_argv_nor_in_a_log(stack: Stack) -> None:
 
 def test_a_replica_killed_under_load_loses_the_streams_that_it_had_begun_and_no_other(stack: Stack) -> None:
     victim = stack.replicas[1]
-    load = Load(stack)
+    load = Load(stack.url, HEADERS)
     with load.running():
         # Frozen first, so that what it had begun is known exactly when it dies.
         wait_for(lambda: load.streams_on(victim.url))
@@ -151,7 +154,7 @@ def test_a_replica_killed_under_load_loses_the_streams_that_it_had_begun_and_no_
 
     victim.start()
     wait_for(lambda: not stack.state().problems, 60)
-    again = Load(stack)
+    again = Load(stack.url, HEADERS)
     with again.running():
         wait_for(lambda: victim.url in {one.worker for one in again.requests}, 60)
     assert again.lost == set()
@@ -160,7 +163,7 @@ def test_a_replica_killed_under_load_loses_the_streams_that_it_had_begun_and_no_
 def test_a_replica_that_ends_in_order_loses_nothing(stack: Stack) -> None:
     """SIGTERM is what a replaced container gets: it finishes what it has, and the others get the rest."""
     leaver = stack.replicas[2]
-    load = Load(stack)
+    load = Load(stack.url, HEADERS)
     with load.running():
         wait_for(lambda: load.streams_on(leaver.url))
         assert leaver.end() == 0

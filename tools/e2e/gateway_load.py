@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 
-from .conftest import ROUTED, Stack, client
-
+#: Where smg says which replica an answer comes from.
+ROUTED = "x-smg-routed-worker-id"
 TOKENS = 10
+TIMEOUT_S = 120.0
 AT_ONCE = 6
 
 
@@ -31,9 +32,10 @@ class Request:
 class Load:
     """Requests until told to stop, so many at once, every second one streamed."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.requests: list[Request] = []
-        self._stack = stack
+        self._url = url
+        self._headers = dict(headers)
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -59,7 +61,7 @@ class Load:
                 job.result()
 
     def _work(self) -> None:
-        with client() as http:
+        with httpx.Client(timeout=TIMEOUT_S, headers=self._headers, trust_env=False) as http:
             while not self._stop.is_set():
                 with self._lock:
                     request = Request(len(self.requests), stream=len(self.requests) % 2 == 0)
@@ -75,15 +77,14 @@ class Load:
             "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
             "stream": request.stream,
         }
-        with http.stream("POST", f"{self._stack.url}/generate", json=body) as answer:
+        with http.stream("POST", f"{self._url}/generate", json=body) as answer:
             with self._lock:
                 request.worker = answer.headers.get(ROUTED)
-            answer.read() if not request.stream else None
             if answer.status_code != 200:
                 answer.read()
                 request.error = f"{answer.status_code}: {answer.text[:200]}"
                 return
-            lines = [line for line in answer.iter_lines() if line] if request.stream else [answer.text]
+            lines = [line for line in answer.iter_lines() if line]
         with self._lock:
             request.whole, request.error = verdict(lines, request.stream)
 
