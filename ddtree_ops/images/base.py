@@ -38,19 +38,17 @@ def wanted_base(cluster: Cluster) -> WantedBase:
 def known_base(wanted: WantedBase, lock: ImagesLock, engine: Engine | None) -> Base | None:
     """The base as far as it is known without a registry; null where only that can say.
 
-    In order: the digest that is wanted, the lock file's, an image of that name on the host, the lock file's
-    id. An image that came from no registry has no digest to be pinned by: its present id counts.
+    In order: the digest that is wanted, what the lock file has, an image of that name on the host. An image
+    that came from no registry has no digest to be pinned by: its id takes that place.
     """
     locked = locked_base(lock, wanted.name)
     digest = wanted.digest or (locked.digest if locked else None)
     if digest:
         return Base(wanted.name, by_digest(wanted.name, digest), digest)
-    found = engine.image(wanted.name) if engine else None
-    if found is not None:
-        return _as_found(wanted.name, found)
     if locked and locked.id:
         return Base(wanted.name, locked.id, locked.id, pullable=False)
-    return None
+    found = engine.image(wanted.name) if engine else None
+    return None if found is None else _as_found(wanted.name, found)
 
 
 def resolve_base(
@@ -74,7 +72,8 @@ def require_base(engine: Engine, base: Base, *, on_event: OnEvent, timeout_s: fl
     if not base.pullable:
         raise DockerFailure(
             f"{engine.host}: the base {base.name} is not there, and no registry has {base.digest[:19]}",
-            remedy="load it on that host (docker load or docker import), or name a base that can be pulled",
+            remedy="load it there (docker load), name a base that can be pulled, or take its entry out of "
+            "images.lock.json: then what the host has under that name counts",
         )
     _pull(engine, base.reference, on_event, timeout_s)
 

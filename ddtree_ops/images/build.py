@@ -163,7 +163,7 @@ def ensure(
 ) -> dict[str, BuiltImage]:
     """Have an image on every host and return it by host; where it is already, nothing is done.
 
-    links       by host; the first one builds if none has the image
+    links       by host; if none has the image the first one that has the base builds it, else the first one
     folder      of cluster.yaml: the lock file lies there and is updated
     deadline_s  for all of it
     network     of build steps; `host` on engines without a bridge
@@ -174,17 +174,18 @@ def ensure(
         return {}
     left = _Deadline(deadline_s, clock)
     engines = {host: link.engine() for host, link in links.items()}
-    builder, engine = next(iter(engines.items()))
     lock = load_lock(folder)
-    base = resolve_base(wanted.base, lock, engine, on_event=on_event, timeout_s=left())
+    first = next(iter(engines.values()))
+    base = resolve_base(wanted.base, lock, first, on_event=on_event, timeout_s=left())
     recipe = wanted.make(base)
     tag = wanted.tag(recipe)
     found = {host: _find(one, recipe, tag) for host, one in engines.items()}
-    source = next((host for host, image in found.items() if image is not None), builder)
+    source = next((host for host, image in found.items() if image is not None), None)
+    source = source or _builder(engines, base)
     image = found[source]
     if image is None:
-        require_base(engine, base, on_event=on_event, timeout_s=left())
-        image = _build(recipe, tag, engine, cache or cache_folder(), network, on_event, left)
+        require_base(engines[source], base, on_event=on_event, timeout_s=left())
+        image = _build(recipe, tag, engines[source], cache or cache_folder(), network, on_event, left)
         found[source] = image
         lock = with_image(lock, _as_locked(image, tag, recipe))
     lock = with_found(lock, base, recipe.cuda)
@@ -255,6 +256,12 @@ def _find(engine: Engine, recipe: Recipe, tag: str) -> ImageFound | None:
     if image is not None and tag not in image.tags:
         engine.tag(image.id, tag)
     return image
+
+
+def _builder(engines: Mapping[str, Engine], base: Base) -> str:
+    """The first host that has the base, else the first host."""
+    having = (host for host, engine in engines.items() if engine.image(base.reference) is not None)
+    return next(having, next(iter(engines)))
 
 
 def _build(
