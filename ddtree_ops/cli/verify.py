@@ -75,7 +75,8 @@ def verify(
         raise typer.Exit(show(summary, options, sink))
     if engine != "local":
         raise BadInput.at(file=None, key="--engine", found=engine, allowed="local")
-    from ddtree_ops.schemas.sweep import LocalEngine, check_budgets
+    from ddtree_ops.schemas.arms import BUDGETS
+    from ddtree_ops.schemas.sweep import LocalEngine
     from ddtree_ops.services.foreground import require_engine
     from ddtree_ops.verify.local import DEFAULT_ARMS, local_arms
 
@@ -85,9 +86,11 @@ def verify(
         | {"allow_hybrid_unsafe": bool(allow_hybrid_unsafe)}
     )
     require_engine()
-    read, (depth,) = check_options(options), check_budgets([budget])
+    if budget not in BUDGETS:
+        raise BadInput.at(file=None, key="--budget", found=budget, allowed=common.ALL_BUDGETS)
+    read = check_options(options)
     arms = [_arm(name) for name in common.split(arm) or DEFAULT_ARMS]
-    with local_arms(arms, local, depth, read, options.work / "logs", sink) as started:
+    with local_arms(arms, local, budget, read, options.work / "logs", sink) as started:
         summary = run_verify(started, options, sink, kernels=LocalKernels())
     raise typer.Exit(show(summary, options, sink))
 

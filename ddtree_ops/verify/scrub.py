@@ -25,11 +25,13 @@ SHORTEST_NAME = 4
 _KEY = re.compile(r"\bsk-[A-Za-z0-9_-]{8,}")
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*)://[^\s\"'<>)\],]+")
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
-_IPV6 = re.compile(r"(?<![\w:.])\[?(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}\]?(?![\w:.])")
+_GROUPS = r"(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}"
+_IPV6 = re.compile(rf"\[{_GROUPS}\]|(?<![\w:.]){_GROUPS}(?![\w:.])")
 _MAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*")
 _WINDOWS_PATH = re.compile(r"\b[A-Za-z]:\\[^\s\"']+")
 #: Two parts or more; a route of a server (/v1/models) is no folder.
 _PATH = re.compile(r"(?<![\w.:/\]-])~?/(?!v1/)(?:[^\s/\"'<>:,;()]+/)+[^\s/\"'<>:,;()]*")
+HOMES = ("home", "Users")
 LOOPBACK = ("127.0.0.1", "0.0.0.0", "::1")
 
 
@@ -67,10 +69,9 @@ class Scrubber:
         text = _KEY.sub("[redacted]", redact_text(text))
         text = _URL.sub(lambda found: f"{found[1]}://[address]", text)
         text = _MAIL.sub("[address]", text)
-        text = _PATH.sub(lambda found: f"[folder]/{found[0].rstrip('/').rsplit('/', 1)[-1]}", text)
-        text = _WINDOWS_PATH.sub("[folder]", text)
         for name, label in self._names:
             text = name.sub(label, text)
+        text = _WINDOWS_PATH.sub("[folder]", _PATH.sub(_folder, text))
         text = _IPV6.sub(_address, text)
         return _IPV4.sub(_address, text)
 
@@ -86,6 +87,12 @@ class Scrubber:
         if isinstance(value, list | tuple):
             return [self.data(inner) for inner in value]
         return value
+
+
+def _folder(found: re.Match[str]) -> str:
+    """The last part says what it was about, unless it is somebody's home."""
+    parts = found[0].rstrip("/.").split("/")
+    return "[folder]" if len(parts) == 3 and parts[1] in HOMES else f"[folder]/{parts[-1]}"
 
 
 def _address(found: re.Match[str]) -> str:

@@ -29,6 +29,8 @@ from ddtree_ops.verify.scrub import Scrubber
 from ddtree_ops.verify.subjects import Subject
 
 NAME = "acceptance"
+#: They answered a moment ago.
+START_TIMEOUT_S = 20.0
 #: Where requests carry their budget, these are measured.
 LADDER = (15, 31, 63)
 
@@ -84,6 +86,7 @@ def sweep_plan(
         prompts=len(dataset.prompts),
         max_tokens=max_tokens,
         request_timeout_s=timeout_s,
+        start_timeout_s=START_TIMEOUT_S,
     )
     return make_plan(sweep, dataset, services, host_fingerprint=environment.host_fingerprint)
 
