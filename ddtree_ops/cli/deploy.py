@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddtree_ops.cli import verify
 from ddtree_ops.cli.common import sink, split
 from ddtree_ops.cli.findings import show_findings
 from ddtree_ops.errors import BadInput
@@ -298,6 +299,9 @@ def check(
     ]
     findings += [unreachable_host(name, reason) for name, reason in provider.unreachable().items()]
     raise typer.Exit(show_findings(out, wanted.name, findings))
+
+
+app.command("verify", epilog=verify.EPILOG_DEPLOY)(verify.deploy_verify)
 
 
 def _choice(

@@ -13,6 +13,8 @@ from ddtree_ops.errors import BadInput, ExitCode
 from ddtree_ops.schemas.arms import Arm
 
 if TYPE_CHECKING:
+    from ddtree_ops.deploy.session import ClusterSession
+    from ddtree_ops.hosts.facts import HostFacts
     from ddtree_ops.output import Output
     from ddtree_ops.schemas.acceptance import AcceptanceSummary
     from ddtree_ops.verify.job import VerifyOptions
@@ -29,6 +31,18 @@ Exit codes: 0 nothing failed, 1 something did (the bundle is written and says wh
 environment. A server's API key is taken from DDTREE_API_KEY. More in docs/acceptance.md.
 """
 
+EPILOG_DEPLOY = """
+[bold]Examples[/bold]
+
+ddtree deploy verify                              every replica, the kernel table, a short sweep
+
+ddtree deploy verify --limit gpu-a --skip sweep   one host, gates and kernel table
+
+The kernel table needs a card that no service uses. Exit codes: 0 nothing failed, 1 something did (the bundle
+is written and says what), 2 bad input, 3 something does not run. More in docs/acceptance.md.
+"""
+
+ClusterFile = Annotated[Path, typer.Option("--cluster", "-f", help="The cluster's file.")]
 Out = Annotated[Path, typer.Option("--out", help="The bundle to write; must not exist.")]
 Skip = Annotated[
     list[str] | None, typer.Option("--skip", help="kernels, sweep; repeat or use commas. Gates always run.")
@@ -93,6 +107,49 @@ def verify(
     with local_arms(arms, local, budget, read, options.work / "logs", sink) as started:
         summary = run_verify(started, options, sink, kernels=LocalKernels())
     raise typer.Exit(show(summary, options, sink))
+
+
+def deploy_verify(
+    context: typer.Context,
+    cluster: ClusterFile = Path("cluster.yaml"),
+    limit: Annotated[list[str] | None, typer.Option("--limit", help="Only this host; repeat.")] = None,
+    out: Out = BUNDLE,
+    skip: Skip = None,
+    dataset: common.Dataset = None,
+    prompts: Prompts = 8,
+    max_tokens: MaxTokens = 64,
+) -> None:
+    """Judge what was deployed by gates that need no oracle, measure briefly, and pack one redacted bundle."""
+    from ddtree_ops.deploy.session import open_cluster
+    from ddtree_ops.verify.cluster import ClusterKernels, addresses_of, deployed, place_of
+    from ddtree_ops.verify.job import VerifyOptions, check_options, run_verify
+
+    sink = common.sink(context)
+    options = VerifyOptions(
+        out, frozenset(common.split(skip) or ()), prompts, max_tokens, dataset or VerifyOptions.dataset
+    )
+    check_options(options)
+    with open_cluster(cluster, limit=common.split(limit) or []) as session:
+        replicas, facts = deployed(session), _facts(session, sink)
+        summary = run_verify(
+            addresses_of(session, replicas),
+            options,
+            sink,
+            place=place_of(session, facts),
+            kernels=ClusterKernels(session, facts, replicas),
+        )
+    raise typer.Exit(show(summary, options, sink))
+
+
+def _facts(session: ClusterSession, out: Output) -> dict[str, HostFacts]:
+    """Of the hosts; a bundle without them is worth having, too."""
+    from ddtree_ops.errors import DdtreeError
+
+    try:
+        return session.facts()
+    except DdtreeError as error:
+        out.warning(f"the hosts' facts could not be read: {error.message}")
+        return {}
 
 
 def addresses(services: list[str]) -> list[Address]:

@@ -66,11 +66,13 @@ class Place:
     hosts    facts by label, from a cluster.yaml
     names    host names and addresses, and the labels that stand for them in the bundle
     secrets  values that must not get into the bundle
+    fingerprint  of the hosts, for the cells' keys; null where the services run on this machine
     """
 
     hosts: Sequence[HostFacts] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = field(default=(), repr=False)
+    fingerprint: str | None = None
 
 
 def check_options(options: VerifyOptions) -> Dataset:
@@ -113,7 +115,9 @@ def run_verify(
     show_gates(judged, out)
     staging = _fresh(options.work / "bundle")
     table = _kernel_table(kernels, options, staging, scrub, out)
-    swept = _sweep(subjects, dataset, environment, options, staging, scrub, out)
+    where = place.fingerprint or environment.host_fingerprint
+    measured = environment.model_copy(update={"host_fingerprint": where})
+    swept = _sweep(subjects, dataset, measured, options, staging, scrub, out)
     verdict = gates.verdict(judged)
     if StageStatus.FAILED in {table.status, swept.status}:
         verdict = Verdict.FAILED
