@@ -131,8 +131,8 @@ class HostLink:
 
     def close(self) -> None:
         """End ssh and remove its sockets; harmless when repeated. A closed link does not connect again."""
+        self._closed = True  # ends the tries of a thread that is connecting, which holds the lock
         with self._lock:
-            self._closed = True
             if self._session is not None:
                 self._session.close()
                 self._session = None
@@ -210,7 +210,7 @@ class HostLink:
         trying = tenacity.Retrying(
             stop=tenacity.stop_after_delay(self._patience_s),
             wait=tenacity.wait_exponential(multiplier=0.25, max=2),
-            retry=tenacity.retry_if_exception(_worth_trying),
+            retry=tenacity.retry_if_exception(lambda error: not self._closed and _worth_trying(error)),
             sleep=self._sleep,
             reraise=True,
         )

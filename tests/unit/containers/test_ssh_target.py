@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,24 @@ def test_a_connection_is_tried_again_until_patience_ends_and_a_wrong_name_is_not
         ):
             link.connect()
         assert len(waits) in tries
+
+
+def test_a_link_that_is_closed_while_it_is_tried_gives_up() -> None:
+    link = HostLink("gpu-a", SshTarget("127.0.0.1", port=9), patience_s=60)
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            link.connect()
+        except HostUnreachable as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    time.sleep(0.5)
+    link.close()
+    thread.join(10)
+    assert len(failures) == 1
 
 
 def test_docker_is_not_imported_before_an_engine_is_asked() -> None:
