@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,13 +133,13 @@ def run(
     )
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{page.id}"
     place = folder or log_folder(cluster, wanted) / "runbooks" / name
-    played = _played(out, play, place, check=check or asks)
+    played = _played(out, play, cluster, place, check=check or asks)
     if asks and played.planned and not played.failed:
         _require_somebody(out, page)
         if not typer.confirm(f"{page.id}: do it?", err=True):
-            out.result({"runbook": page.id, "applied": False}, summary="left as it is")
+            out.result({"runbook": page.id, "applied": False}, summary="nothing was changed")
             return
-        played = _played(out, play, place, check=False)
+        played = _played(out, play, cluster, place, check=False)
     _finish(out, page, played, applied=page.changes is not None and not played.check)
 
 
@@ -178,8 +179,9 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     return found
 
 
-def _played(out: Output, play: RunbookPlay, place: Path, *, check: bool) -> Played:
-    """Run the play while showing what it does, then what it found."""
+def _played(out: Output, play: RunbookPlay, file: Path, place: Path, *, check: bool) -> Played:
+    """Run the play while showing what it does, then what it found. What changes something runs alone."""
+    from ddtree_ops.deploy.lockfile import exclusively
 
     def show(event: Event) -> None:
         out.event("task", host=event.host, task=event.task, status=event.status)
@@ -188,7 +190,8 @@ def _played(out: Output, play: RunbookPlay, place: Path, *, check: bool) -> Play
 
     doing = "looking at" if check or play.page.changes is None else "working on"
     out.note(f"{play.page.id}: {doing} {', '.join(play.inventory.names)}")
-    played = play.run(place, check=check, on_event=show)
+    with nullcontext() if check or play.page.changes is None else exclusively(file):
+        played = play.run(place, check=check, on_event=show)
     for host in play.inventory.names:
         for line in played.found.get(host, ()):
             out.line(f"{host}: {line}")

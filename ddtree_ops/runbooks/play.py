@@ -16,6 +16,7 @@ from typing import Any
 from ddtree_ops.deploy.layout import services_on
 from ddtree_ops.deploy.provision import host_variables, variables
 from ddtree_ops.errors import BadInput, JobFailed
+from ddtree_ops.gateway.render import home_of
 from ddtree_ops.hosts.ansible_facts import ansible_for
 from ddtree_ops.hosts.checks import Finding, Status, check_host, expectations
 from ddtree_ops.hosts.facts import parse_facts
@@ -114,6 +115,7 @@ class RunbookPlay:
         """Extra variables: those of the roles from cluster.yaml, and the runbooks' own."""
         cluster = self._cluster
         stop = {one.name: one.stop_timeout_s for one in cluster.services}
+        stop |= {one.name: one.stop_timeout_s for one in cluster.gateways}
         return {
             **variables(cluster, self._folder),
             "runbook_cluster": cluster.name,
@@ -133,7 +135,7 @@ class RunbookPlay:
         everything = load_inventory(self._cluster, self._folder)
         chosen = everything.limited(limit)
         if self._service is not None:
-            where = [host for host in everything.names if self._serves(host)]
+            where = [host for host in everything.names if self._serves(host, everything)]
             serving = [host for host in chosen.names if host in where]
             if not serving:
                 raise BadInput.at(file=None, key="--limit", found=", ".join(limit), allowed=", ".join(where))
@@ -144,8 +146,11 @@ class RunbookPlay:
         )
         return Inventory(tuple(hosts))
 
-    def _serves(self, host: str) -> bool:
-        return any(one.name == self._service for one in services_on(self._cluster, host))
+    def _serves(self, host: str, whole: Inventory) -> bool:
+        cluster, name = self._cluster, self._service
+        if any(one.name == name for one in services_on(cluster, host)):
+            return True
+        return any(one.name == name and home_of(cluster, one, whole) == host for one in cluster.gateways)
 
     def _judged(self, host: str, capture: Mapping[str, Any]) -> list[Finding]:
         """What a host that was read again does not pass."""
@@ -184,7 +189,7 @@ def _require_needs(page: Page, limit: Sequence[str], service: str | None) -> Non
 
 
 def _require_service(cluster: Cluster, service: str | None) -> str | None:
-    names = [one.name for one in cluster.services]
+    names = [*(one.name for one in cluster.services), *(one.name for one in cluster.gateways)]
     if service is None or service in names:
         return service
     close = difflib.get_close_matches(service, names, n=1)

@@ -308,7 +308,7 @@ def waited(host: Host, arguments: argparse.Namespace) -> dict[str, Any]:
             return {"error": f"{name} {ended(one)}; its log ends: {last_words(host, name)}"}
         if not one["url"]:
             return {"ready": False, "found": [f"{name}: {one['state']}; its arguments name no port to ask"]}
-        code, body = fetched(f"{one['url']}/ready")
+        code, body = readiness(one["url"])
         if code == 200:
             return {"ready": True, "found": [f"{name}: ready after {time.monotonic() - started:.0f} s"]}
         seen = f"/ready answers {code}" if code else body
@@ -568,7 +568,7 @@ def services(host: Host, arguments: argparse.Namespace, result: dict[str, Any]) 
     found, settings = [], {}
     for one in running:
         name, url = one["name"], one["url"]
-        ready, why = fetched(f"{url}/ready")
+        ready, why = readiness(url)
         code, text = fetched(f"{url}/metrics")
         kept = [line for line in text.splitlines() if METRICS.match(line)] if code == 200 else []
         host.files[f"services/{name}.metrics.txt"] = "\n".join(kept) + "\n"
@@ -799,6 +799,12 @@ def our_folders(arguments: argparse.Namespace) -> tuple[list[str], str]:
 
 
 # --- shared ----------------------------------------------------------------------------------------------
+
+
+def readiness(url: str) -> tuple[int, str]:
+    """Of an engine or, which has another name for it, a gateway."""
+    code, text = fetched(f"{url}/ready")
+    return fetched(f"{url}/readiness") if code == 404 else (code, text)
 
 
 def fetched(url: str) -> tuple[int, str]:

@@ -25,6 +25,7 @@ RULES = [
     for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+ROOT = typer.main.get_command(app.app)
 IDS = {
     "accept-length", "add-host", "arm-restart", "disk-full", "driver-upgrade", "gpu-throttling", "gpu-xid",
     "image-upgrade", "nccl-hang", "out-of-memory", "output-differs", "remove-all", "rotate-keys",
@@ -204,7 +205,7 @@ def commands(text: str) -> Iterator[str]:
 
 def parse(words: list[str]) -> None:
     """Let the real command line read the words, without running anything. Raises its own errors."""
-    command = typer.main.get_command(app.app)
+    command = ROOT
     context = command.make_context("ddtree", [], resilient_parsing=True)
     while hasattr(command, "resolve_command"):
         group = command.name
