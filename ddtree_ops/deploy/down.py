@@ -12,12 +12,12 @@ import httpx
 
 from ddtree_ops.containers.connection import DockerFailure
 from ddtree_ops.containers.found import Found
-from ddtree_ops.containers.spec import LABEL_CLUSTER
 from ddtree_ops.deploy.layout import services_on
 from ddtree_ops.deploy.render import loopback
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.gateway.deploy import gateways_on
 from ddtree_ops.hosts.facts import HostFacts
+from ddtree_ops.images.build import remove_images
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.cluster import EngineKind
 
@@ -51,13 +51,13 @@ def take_down(
     """Stop gracefully, keep logs, remove; then look again.
 
     services  the only ones, with the gateways in front of them; empty for everything of the cluster
-    purge     images that the containers ran and volumes of the cluster, too
+    purge     images that ddtree built for the cluster and its volumes, too
     """
     session.require_services(services)
     report = DownReport()
-    ran = session.each(lambda host: _remove(session, host, services, report, out))
+    session.each(lambda host: _remove(session, host, services, report, out))
     if purge and not services:
-        session.each(lambda host: _purge(session, host, ran.get(host, set()), report, out))
+        session.each(lambda host: _purge(session, host, report, out))
     _prove(session, services, report, out)
     report.unreachable = dict(session.unreachable)
     return report
@@ -65,8 +65,7 @@ def take_down(
 
 def _remove(
     session: ClusterSession, host: str, services: Sequence[str], report: DownReport, out: Output
-) -> set[str]:
-    """Ids of the images that the removed containers ran."""
+) -> None:
     engine = session.engine(host)
     found = _containers(session, host, services)
     for one in found:
@@ -81,21 +80,21 @@ def _remove(
         report.removed.append(f"{host}/{one.name}")
         if log is not None:
             report.logs.append(log)
-    return {one.image for one in found}
 
 
-def _purge(session: ClusterSession, host: str, ran: set[str], report: DownReport, out: Output) -> None:
+def _purge(session: ClusterSession, host: str, report: DownReport, out: Output) -> None:
     engine, cluster = session.engine(host), session.cluster
-    images = ran if cluster.image.prebuilt is None else set()
-    images |= {image.id for image in engine.images(f"{LABEL_CLUSTER}={cluster.name}")}
     try:
         for volume in engine.our_volumes(cluster.name):
             engine.remove_volume(volume.name)
             report.volumes.append(f"{host}/{volume.name}")
-        for image in sorted(images):
-            out.note(f"{host}: removing the image {image}")
-            engine.remove_image(image)
-            report.images.append(f"{host}/{image}")
+    except DockerFailure as failure:
+        _left(report, host, failure.message)
+    out.note(f"{host}: removing images")
+    try:
+        report.images += [
+            f"{host}/{tag}" for tag in remove_images(cluster.name, {host: session.links[host]})[host]
+        ]
     except DockerFailure as failure:
         _left(report, host, failure.message)
 

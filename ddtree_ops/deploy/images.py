@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddtree_ops.deploy.session import ClusterSession
@@ -21,45 +21,54 @@ class PlannedImage:
     what: str
 
 
-def planned_images(session: ClusterSession) -> dict[str, PlannedImage]:
-    """What `up` would do about images, by host. Changes nothing."""
-    if session.cluster.image.prebuilt is not None:
-        return {
-            host: PlannedImage(identity, f"present {identity}")
-            for host, identity in _prebuilt(session).items()
-        }
-    from ddtree_ops.images.build import planned_image
+def planned_images(
+    session: ClusterSession, drivers: Mapping[str, str | None] | None = None
+) -> dict[str, PlannedImage]:
+    """What `up` would do about images, by host. Changes nothing.
 
+    drivers  CUDA versions of the drivers, by host. Raises BadEnvironment for one that is too old.
+    """
+    if session.cluster.image.prebuilt is not None:
+        there = _prebuilt(session, session.hosts)
+        return {host: PlannedImage(identity, f"present {identity}") for host, identity in there.items()}
+    from ddtree_ops.images.build import planned_image, require_cuda_of
+
+    require_cuda_of(session.cluster, drivers or {}, session.hosts)
     links = {host: session.links[host] for host in session.hosts}
     planned = planned_image(session.cluster, links, session.folder)
     return {host: PlannedImage(_identity(what), what) for host, what in planned.items()}
 
 
-def ensure_images(session: ClusterSession, note: Note) -> tuple[dict[str, str], int]:
+def ensure_images(
+    session: ClusterSession,
+    hosts: Sequence[str],
+    note: Note,
+    drivers: Mapping[str, str | None] | None = None,
+) -> tuple[dict[str, str], int]:
     """Ids by host, building and shipping what is missing; and on how many hosts something changed."""
     if session.cluster.image.prebuilt is not None:
-        return _prebuilt(session), 0
-    from ddtree_ops.images.build import ensure_image
+        return _prebuilt(session, hosts), 0
+    from ddtree_ops.images.build import ensure_image, planned_image
 
-    before = {host: planned.id for host, planned in planned_images(session).items()}
-    links = {host: session.links[host] for host in session.hosts}
-    deadline = session.cluster.deadlines.build
+    links = {host: session.links[host] for host in hosts}
+    before = planned_image(session.cluster, links, session.folder)
     built = ensure_image(
         session.cluster,
         links,
         folder=session.folder,
         on_event=lambda event: note(str(event)),
-        deadline_s=deadline,
+        drivers=drivers,
     )
-    found = {host: image.id for host, image in built.items()}
-    return found, sum(before.get(host) != identity for host, identity in found.items())
+    return {host: image.id for host, image in built.items()}, sum(
+        _identity(before[host]) is None for host in built
+    )
 
 
-def _prebuilt(session: ClusterSession) -> dict[str, str]:
+def _prebuilt(session: ClusterSession, hosts: Sequence[str]) -> dict[str, str]:
     """Raises BadEnvironment naming the hosts that do not have it."""
     reference = session.cluster.image.prebuilt
     assert reference is not None
-    found = session.each(lambda host: session.engine(host).image(reference))
+    found = session.each(lambda host: session.engine(host).image(reference), hosts)
     missing = [host for host, image in found.items() if image is None]
     if missing:
         raise BadEnvironment(

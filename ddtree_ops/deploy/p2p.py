@@ -6,7 +6,6 @@ at 100 %. The probe runs in a container like the service's and does what the ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,30 +22,26 @@ PROGRAM = Path(__file__).with_name("p2p_probe.py")
 REMEDY = "look at ACS and IOMMU (`ddtree deploy check`), set NCCL_P2P_DISABLE: '1' under env, or use tp: 1"
 
 
-def require_peers(engine: Engine, cluster: str, steps: Sequence[Step], image: str) -> None:
-    """Probe the GPUs of each wide step. Raises JobFailed with the probe's words, HostUnreachable."""
+def require_peers(engine: Engine, cluster: str, step: Step, image: str) -> None:
+    """Probe the GPUs of a wide replica. Raises JobFailed with the probe's words, HostUnreachable."""
+    assert step.spec is not None
     program = PROGRAM.read_text(encoding="utf-8")
-    for step in steps:
-        assert step.spec is not None
-        spec = replace(
-            step.spec,
-            name=f"{cluster}-p2p-probe",
-            image=image,
-            argv=("python3", "-c", program, str(len(step.spec.gpus)), str(LIMIT_S)),
-            secret_env=(),
-            mounts=(),
-            healthcheck=None,
-            stop_timeout_s=5,
-        )
-        gpus = ", ".join(step.spec.gpus)
-        try:
-            probe = engine.run_once(spec, timeout_s=LIMIT_S + START_S)
-        except DockerFailure as failure:
-            raise JobFailed(
-                f"{step.host}: {step.name}: the GPUs {gpus} do not talk: {failure.message}", remedy=REMEDY
-            ) from failure
-        if probe.exit_code != 0:
-            raise JobFailed(
-                f"{step.host}: {step.name}: the GPUs {gpus} do not talk: {probe.output.strip()[-1000:]}",
-                remedy=REMEDY,
-            )
+    spec = replace(
+        step.spec,
+        name=f"{cluster}-p2p-probe",
+        image=image,
+        argv=("python3", "-c", program, str(len(step.spec.gpus)), str(LIMIT_S)),
+        secret_env=(),
+        mounts=(),
+        healthcheck=None,
+        stop_timeout_s=5,
+    )
+    gpus = ", ".join(step.spec.gpus)
+    try:
+        probe = engine.run_once(spec, timeout_s=LIMIT_S + START_S)
+    except DockerFailure as failure:
+        message = f"{step.host}: {step.name}: the GPUs {gpus} do not talk: {failure.message}"
+        raise JobFailed(message, remedy=REMEDY) from failure
+    if probe.exit_code != 0:
+        said = probe.output.strip()[-1000:]
+        raise JobFailed(f"{step.host}: {step.name}: the GPUs {gpus} do not talk: {said}", remedy=REMEDY)

@@ -105,7 +105,7 @@ def make_plan(
     for host, found in (facts or {}).items():
         findings = check_host(found, expectations(session.cluster, host))
         plans[host].findings = [one for one in findings if one.status in {Status.FAIL, Status.WARN}]
-    images = planned_images(session)
+    images = planned_images(session, {host: found.cuda for host, found in (facts or {}).items()})
     cards = session.cards(facts)
     for host, steps in host_steps(session, cards, _ids(images), services=services, recreate=recreate).items():
         plans[host].image, plans[host].steps = images[host].what, steps

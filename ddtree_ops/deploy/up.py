@@ -126,6 +126,7 @@ class Up:
         self._replaced: set[tuple[str, str]] = set()
         self._served: set[tuple[str, str]] = set()
         self._skip: set[str] = set()
+        self._drivers: dict[str, str | None] = {}
 
     def run(self) -> Report:
         session, options = self._session, self._options
@@ -195,6 +196,7 @@ class Up:
         if not needs_facts(session):
             return {}
         facts = session.facts(self._task)
+        self._drivers = {host: found.cuda for host, found in facts.items()}
         for host, found in facts.items():
             bad = [
                 f"{finding.id}: {finding.found} ({finding.remedy})"
@@ -209,9 +211,24 @@ class Up:
         return cards
 
     def _images(self) -> dict[str, str]:
+        """A host that is lost on the way is waited for; the others do not wait for ever."""
         self._require_hosts()
-        images, self._report.images = ensure_images(self._session, self._out.note)
-        return images
+        deadline = self._clock() + self._session.cluster.deadlines.ready
+        while True:
+            try:
+                images, self._report.images = ensure_images(
+                    self._session, self._hosts(), self._out.note, self._drivers
+                )
+                return images
+            except HostUnreachable as gone:
+                late = self._clock() >= deadline
+                lost = [host for host in self._hosts() if late and not self._session.links[host].alive()]
+                if late and not lost:
+                    raise
+                self._session.unreachable |= dict.fromkeys(lost, gone.message)
+                self._require_hosts()
+                self._out.note(f"{gone.message}; trying again")
+                self._sleep(RETRY_S)
 
     # Containers
 
@@ -249,13 +266,31 @@ class Up:
         """Stop and move aside all that goes, then start all that comes: services may swap their GPUs."""
         engine = self._session.engine(host)
         coming = [step for step in steps if step.action.changes and step.spec is not None]
-        require_peers(engine, self._session.cluster.name, [step for step in coming if _wide(step)], image)
-        for step in steps:
-            if step.action in {Action.REMOVE, Action.REPLACE, Action.RESTART}:
-                self._out.note(f"{host}: {step.action.value} {step.name}: {step.reason}")
-                self._make_room(engine, step)
         for step in coming:
-            self._begin(engine, step)
+            if _wide(step):
+                with self._told(step):
+                    require_peers(engine, self._session.cluster.name, step, image)
+        for step in steps:
+            going = step.action in {Action.REMOVE, Action.REPLACE, Action.RESTART}
+            if going and not self._is_failed(step):
+                self._out.note(f"{host}: {step.action.value} {step.name}: {step.reason}")
+                with self._told(step):
+                    self._make_room(engine, step)
+        for step in coming:
+            if not self._is_failed(step):
+                with self._told(step):
+                    self._begin(engine, step)
+
+    @contextmanager
+    def _told(self, step: Step) -> Iterator[None]:
+        """A step that fails is told and keeps no other from being done; a lost host ends them all."""
+        try:
+            yield
+        except HostUnreachable:
+            raise
+        except DdtreeError as error:
+            remedy = f" (try: {error.remedy})" if error.remedy else ""
+            self._report.failed[self._label(step)] = f"{error.message}{remedy}"
 
     def _make_room(self, engine: Engine, step: Step) -> None:
         found = engine.find(step.name)
@@ -282,15 +317,9 @@ class Up:
 
     def _begin(self, engine: Engine, step: Step) -> None:
         assert step.spec is not None
-        try:
-            if step.action in {Action.CREATE, Action.REPLACE}:
-                engine.create(step.spec, self._session.secrets)
-            engine.start(step.name)
-        except HostUnreachable:
-            raise
-        except DdtreeError as error:
-            remedy = f" ({error.remedy})" if error.remedy else ""
-            self._report.failed[self._label(step)] = f"{error.message}{remedy}"
+        if step.action in {Action.CREATE, Action.REPLACE}:
+            engine.create(step.spec, self._session.secrets)
+        engine.start(step.name)
 
     def _discard(self, engine: Engine, name: str) -> None:
         found = engine.find(name)
