@@ -24,11 +24,12 @@ from typing import Any
 
 import httpx
 import yaml
-from deploy_story import BASE_IMAGE, PROGRAM, REPOSITORY, Step, StoryFailure, expect, say, write_summary
+from base_image import BASE_TAG, base_image
+from deploy_story import PROGRAM, REPOSITORY, Step, StoryFailure, expect, say, write_summary
 from gateway_load import Load
 from hosts import PACKAGES, HostFailure, TestHosts, missing_commands
 from operator_cli import Answer, CommandFailure, Operator
-from rootfs import RootfsError, debootstrap_tree, pack
+from rootfs import RootfsError, debootstrap_tree
 
 NAME, SERVICE, FRONT = "fleet", "tree", "front"
 KEY = "a-key-for-one-story"
@@ -171,7 +172,7 @@ class Story:
             **self.hosts.cluster_keys(),
             "gpu": {"count": 0},
             "driver": {"manage": False},
-            "image": {"base": BASE_IMAGE},
+            "image": {"base": BASE_TAG},
             "paths": {"min_free_gib": 1},
             "secrets": {"api_key": {"file": "key"}},
             "services": [
@@ -263,7 +264,7 @@ def main() -> int:
 def run(folder: Path, cache: Path) -> int:
     """The whole of it, and the summary in any case. Raises what a step raises."""
     folder.mkdir(parents=True, exist_ok=True)
-    tree, base = debootstrap_tree(cache, PACKAGES), pack(debootstrap_tree(cache))
+    tree, base = debootstrap_tree(cache, PACKAGES), base_image(cache)
     operator = Operator(PROGRAM, folder)
     with TestHosts(folder / "hosts", tree=tree) as hosts:
         story = Story(hosts, operator, folder)
@@ -281,7 +282,7 @@ def import_base(hosts: TestHosts, archive: Path) -> None:
     """What a host without a registry has: a base that somebody loaded there."""
     place = hosts.root(hosts.names[0]) / "root" / "base.tar"
     shutil.copyfile(archive, place)
-    hosts.run(hosts.names[0], ["docker", "import", "/root/base.tar", BASE_IMAGE], timeout_s=300.0)
+    hosts.run(hosts.names[0], ["docker", "import", "/root/base.tar", BASE_TAG], timeout_s=300.0)
     place.unlink()
 
 
