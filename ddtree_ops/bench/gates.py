@@ -26,6 +26,7 @@ class Evidence:
     references  rows of the `ar` and `dflash` cells of the same block
     complaint   what its server said at the end that differs from what was asked
     block       F, the drafter's block with its root: a spine has F-1 nodes
+    totals      how its server's totals grew meanwhile; only for servers that count for all requests together
     """
 
     spec: CellSpec
@@ -34,6 +35,7 @@ class Evidence:
     references: Mapping[Arm, Sequence[RequestRow]] = field(default_factory=dict)
     complaint: str | None = None
     block: int = DEFAULT_BLOCK
+    totals: Mapping[str, int] | None = None
 
     @property
     def good(self) -> list[RequestRow]:
@@ -94,6 +96,15 @@ def _kernel_path(evidence: Evidence) -> Gate | None:
     """A counter proves that trees were verified by the path that is being measured."""
     if evidence.spec.arm not in {Arm.DDTREE, Arm.UNSAFE}:
         return None
+    totals = evidence.totals
+    if totals is not None and all(row.tree_steps is None for row in evidence.good):
+        seen, steps = totals["tree_kernel_requests"], totals["requests"]
+        detail = f"{seen} of {steps} steps of requests on the tree path"
+        if evidence.spec.arm is Arm.UNSAFE:  # such a counter knows forked states only
+            return Gate(id="kernel-path", status=GateStatus.FIGURE, value=seen, detail=detail)
+        if not steps:
+            return Gate(id="kernel-path", status=GateStatus.FAIL, value=0, detail="no step was counted")
+        return _at_most("kernel-path", steps - seen, 0, detail)
     idle = sum(not row.tree_steps for row in evidence.good if row.verify_steps)
     return _at_most("kernel-path", idle, 0, "requests without a step on the tree path")
 
@@ -107,6 +118,8 @@ def _steps_below_spine(evidence: Evidence) -> Gate | None:
         return None
     below = sum(row.steps_below_spine or 0 for row in evidence.good)
     scored = sum(row.steps_scored or 0 for row in evidence.good)
+    if evidence.totals is not None and all(row.steps_scored is None for row in evidence.good):
+        below, scored = evidence.totals["below_spine"], evidence.totals["requests"]
     detail = f"{below} of {scored} scored steps"
     # A budget below F-1 cuts the spine itself, and what was cut off can't be accepted.
     holds_spine = spec.builder is Builder.SPINE_FIRST and spec.budget >= evidence.block - 1

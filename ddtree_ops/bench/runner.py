@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ from ddtree_ops.schemas.results import (
     RunRecord,
 )
 from ddtree_ops.services.base import Launcher, Service
+from ddtree_ops.services.counters import growth, settled_totals
 from ddtree_ops.services.readiness import (
     ServiceDied,
     not_as_asked,
@@ -242,11 +244,14 @@ class SweepRunner:
             advance(kept, "kept from the interrupted run")
         await self._warm_up(cells, session)
         await self._probe_parity(cells, session)
+        before = await self._totals(cells, session)
         if block.concurrency == 1:
             await self._one_by_one(cells, session, advance)
         else:
             await self._closed_loop(cells, block.concurrency, session, advance)
-        await self._judge_and_seal(block, cells, session)
+        after = await self._totals(cells, session)
+        totals = {name: growth(found, after.get(name)) for name, found in before.items()}
+        await self._judge_and_seal(block, cells, session, totals)
 
     def _begin(self, cell: PlannedCell) -> _Progress:
         rows = self._store.partial(cell.key)
@@ -404,7 +409,11 @@ class SweepRunner:
     # Judgement
 
     async def _judge_and_seal(
-        self, block: Block, cells: Sequence[_Progress], session: aiohttp.ClientSession
+        self,
+        block: Block,
+        cells: Sequence[_Progress],
+        session: aiohttp.ClientSession,
+        totals: Mapping[str, Mapping[str, int] | None],
     ) -> None:
         references = self._reference_rows(block, cells)
         complaints = {
@@ -416,7 +425,13 @@ class SweepRunner:
             name = progress.cell.service.name
             width = self._server_info.get(name, {}).get("ddtree", {}).get("block") or DEFAULT_BLOCK
             evidence = Evidence(
-                progress.cell.spec, progress.rows, parity, references, complaints[name], width
+                progress.cell.spec,
+                progress.rows,
+                parity,
+                references,
+                complaints[name],
+                width,
+                totals.get(name),
             )
             self._seal(progress, evidence)
 
@@ -463,6 +478,27 @@ class SweepRunner:
         return TargetProbe(
             session, service.url, self._prompts, dtype=cell.spec.dtype, timeout_s=PROBE_TIMEOUT_S
         )
+
+    async def _totals(
+        self, cells: Sequence[_Progress], session: aiohttp.ClientSession
+    ) -> dict[str, dict[str, int] | None]:
+        """Totals of the servers that keep some and serve one of these cells only, whose own they then are."""
+        names = Counter(progress.cell.service.name for progress in cells)
+        alone = [name for name, count in names.items() if count == 1 and self._services[name].alive()]
+
+        async def read(service: Service) -> dict[str, int] | None:
+            async def ask() -> Mapping[str, Any] | None:
+                try:
+                    timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
+                    async with session.get(f"{service.url}/server_info", timeout=timeout) as answer:
+                        info = await answer.json(content_type=None)
+                except (aiohttp.ClientError, TimeoutError, ValueError):
+                    return None
+                return info if isinstance(info, Mapping) else None
+
+            return await settled_totals(ask)
+
+        return {name: await read(self._services[name]) for name in alone}
 
     async def _complaint(self, service: Service, session: aiohttp.ClientSession) -> str | None:
         """What is wrong with a service's arguments after the load; a dead one has its own reason."""

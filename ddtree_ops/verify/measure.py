@@ -16,14 +16,13 @@ from ddtree_ops.bench.rows import missing_fields
 from ddtree_ops.errors import BadEnvironment
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.results import Parity, RequestRow, RequestStatus
-from ddtree_ops.verify.subjects import Address, Subject, counters_of, server_info
+from ddtree_ops.services.counters import growth, settled_totals
+from ddtree_ops.verify.subjects import Address, Subject, server_info
 
 NOISE_PROMPTS, NOISE_TOKENS, NOISE_EVERY = 3, 25, 6
 TOGETHER = 4
 REFERENCES = (Arm.DFLASH, Arm.AR)
 TOP_LOGPROBS = 16
-SETTLE_S = 0.3
-MOST_READS = 10
 
 Step = Callable[[str], None]
 
@@ -66,11 +65,11 @@ async def measure(subjects: Sequence[Subject], load: Load, step: Step = lambda t
     """
     rows, spines, counters = {}, {}, {}
     for subject in subjects:
-        before = await settled_counters(subject.address)
+        before = await _totals(subject.address)
         rows[subject.name] = await _answers(subject, load, step)
-        after = await settled_counters(subject.address) if before is not None else None
-        if before is not None and after is not None:
-            counters[subject.name] = {key: after[key] - before[key] for key in before}
+        grown = growth(before, await _totals(subject.address)) if before is not None else None
+        if grown is not None:
+            counters[subject.name] = grown
         if subject.arm is Arm.DDTREE and holds_spine(subject):
             if subject.builder is Builder.SPINE_FIRST:
                 spines[subject.name] = rows[subject.name]
@@ -99,25 +98,16 @@ def spine_budget(subject: Subject) -> int:
     return max(subject.default_budget or 0, subject.block - 1)
 
 
-async def settled_counters(address: Address) -> dict[str, int] | None:
-    """A server's totals once they have stopped changing: SGLang copies them to the host now and then.
+async def _totals(address: Address) -> dict[str, int] | None:
+    """Null for a server that keeps none, and for one that died: its requests say so."""
 
-    Null for a server that keeps none.
-    """
-    last, seen = None, 0
-    for _ in range(MOST_READS):
+    async def ask() -> dict[str, Any] | None:
         try:
-            found = counters_of(await server_info(address))
+            return await server_info(address)
         except BadEnvironment:
-            return None  # a server that died: its requests say so
-        if found is None:
             return None
-        seen = seen + 1 if found == last else 0
-        if seen >= 2:
-            return found
-        last = found
-        await asyncio.sleep(SETTLE_S)
-    return last
+
+    return await settled_totals(ask)
 
 
 async def _answers(

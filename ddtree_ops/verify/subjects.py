@@ -15,6 +15,7 @@ from ddtree_ops.bench.gates import DEFAULT_BLOCK
 from ddtree_ops.errors import BadEnvironment, BadInput
 from ddtree_ops.schemas.acceptance import SelfCheckFigures
 from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.services.counters import tree_states
 from ddtree_ops.services.discover import ALGORITHMS
 
 TIMEOUT_S = 30.0
@@ -73,9 +74,7 @@ class Subject:
 
     def session(self) -> aiohttp.ClientSession:
         """For requests to it."""
-        session = new_session(4)
-        session.headers.update(self.address.headers)
-        return session
+        return new_session(4, self.address.headers)
 
 
 async def meet(addresses: Sequence[Address]) -> list[Subject]:
@@ -99,9 +98,9 @@ async def server_info(address: Address) -> dict[str, Any]:
     """`/server_info` as it is now; nothing of it may be stored but through an allow-list."""
     where = f"{address.url}/server_info"
     try:
-        async with new_session(1) as session:
+        async with new_session(1, address.headers) as session:
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            async with session.get(where, headers=address.headers, timeout=timeout) as answer:
+            async with session.get(where, timeout=timeout) as answer:
                 if answer.status != 200:
                     hint = "set DDTREE_API_KEY" if answer.status == 401 else "is it a server of ours?"
                     raise BadEnvironment(f"{where} answers {answer.status}", remedy=hint)
@@ -118,7 +117,7 @@ async def server_info(address: Address) -> dict[str, Any]:
 
 def self_check_of(info: Mapping[str, Any]) -> SelfCheckFigures | None:
     """The start-up self-check's figures, wherever an engine shows them; null where none was run."""
-    found = [block.get("self_check") for block in (_block(info), *_states(info))]
+    found = [block.get("self_check") for block in (_block(info), *tree_states(info))]
     for one in found:
         if isinstance(one, Mapping):
             known = {key: value for key, value in one.items() if key in SelfCheckFigures.model_fields}
@@ -127,17 +126,6 @@ def self_check_of(info: Mapping[str, Any]) -> SelfCheckFigures | None:
             except pydantic.ValidationError:
                 return SelfCheckFigures(skipped="its report is not of a form that is known here")
     return None
-
-
-def counters_of(info: Mapping[str, Any]) -> dict[str, int] | None:
-    """SGLang's totals since the start over all schedulers: requests in steps, on the tree path, below the
-    spine.
-    """
-    names = ("requests", "tree_kernel_requests", "below_spine")
-    states = [state for state in _states(info) if all(_whole(state.get(name)) is not None for name in names)]
-    if not states:
-        return None
-    return {name: sum(int(state[name]) for state in states) for name in names}
 
 
 def _subject(address: Address, info: Mapping[str, Any]) -> Subject:
@@ -179,13 +167,6 @@ def _dtype(info: Mapping[str, Any]) -> str:
 def _block(info: Mapping[str, Any]) -> Mapping[str, Any]:
     block = info.get("ddtree")
     return block if isinstance(block, Mapping) else {}
-
-
-def _states(info: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """SGLang's schedulers each have a `ddtree` block of their own."""
-    states = info.get("internal_states")
-    found = [state.get("ddtree") for state in states or [] if isinstance(state, Mapping)]
-    return [block for block in found if isinstance(block, Mapping)]
 
 
 def _whole(value: Any) -> int | None:

@@ -74,6 +74,28 @@ def test_one_bad_request_fails_its_gate(gate_id: str, row: dict[str, Any]) -> No
     assert failures(evidence(rows)) == [gate_id]
 
 
+@pytest.mark.parametrize(
+    ("totals", "failing"),
+    [
+        ({"requests": 12, "tree_kernel_requests": 12, "below_spine": 0}, []),
+        ({"requests": 12, "tree_kernel_requests": 11, "below_spine": 0}, ["kernel-path"]),
+        ({"requests": 0, "tree_kernel_requests": 0, "below_spine": 0}, ["kernel-path", "steps-below-spine"]),
+        ({"requests": 12, "tree_kernel_requests": 12, "below_spine": 1}, ["steps-below-spine"]),
+        (None, ["kernel-path", "steps-below-spine"]),
+    ],
+)
+def test_a_server_s_totals_stand_for_figures_that_requests_lack(
+    totals: dict[str, int] | None, failing: list[str]
+) -> None:
+    """SGLang counts for all requests together."""
+    bare = {"tree_steps": None, "steps_scored": None, "steps_below_spine": None}
+    rows = [request_row(n, **bare) for n in range(4)]
+    spec = cell_spec(builder=Builder.SPINE_FIRST)
+    assert failures(evidence(rows, spec=spec, totals=totals)) == failing
+    unsafe = evidence(rows, spec=cell_spec(arm=Arm.UNSAFE), totals=totals)
+    assert totals is None or status(unsafe, "kernel-path") is GateStatus.FIGURE
+
+
 def test_a_complaint_about_the_server_fails() -> None:
     assert failures(evidence(complaint="topk changed")) == ["arguments"]
 

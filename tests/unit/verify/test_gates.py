@@ -11,9 +11,10 @@ from ddtree_ops.bench.dataset import Prompt
 from ddtree_ops.schemas.acceptance import GateId, GateResult, Verdict
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.results import GateStatus, Parity, RequestStatus
+from ddtree_ops.services.counters import growth, totals_of
 from ddtree_ops.verify import gates
 from ddtree_ops.verify.measure import Findings, Load
-from ddtree_ops.verify.subjects import Address, Subject, counters_of, self_check_of
+from ddtree_ops.verify.subjects import Address, Subject, self_check_of
 from tests.support.ops import request_row
 
 CHECK: dict[str, Any] = {
@@ -222,9 +223,12 @@ def test_sglang_shows_its_figures_with_its_schedulers_state() -> None:
     found = self_check_of(info)
     assert found is not None
     assert found.trees == 2
-    assert counters_of(info) == {"requests": 6, "tree_kernel_requests": 6, "below_spine": 0}
-    assert counters_of({"internal_states": [{"ddtree": {"requests": 3}}]}) is None
+    assert totals_of(info) == {"requests": 6, "tree_kernel_requests": 6, "below_spine": 0}
+    assert totals_of({"internal_states": [{"ddtree": {"requests": 3}}]}) is None
     assert self_check_of({"internal_states": None}) is None
+    before = {"requests": 6, "tree_kernel_requests": 6, "below_spine": 0}
+    assert growth(before, {**before, "requests": 7}) == {**dict.fromkeys(before, 0), "requests": 1}
+    assert growth(before, {**before, "requests": 5}) is None  # started anew
 
 
 def test_a_path_alone_is_judged_for_trees_only() -> None:
