@@ -11,11 +11,12 @@ from ddtree_ops.errors import JobFailed
 def log_places(
     session: ClusterSession, service: str, *, replica: int | None, previous: bool
 ) -> list[tuple[str, str]]:
-    """Host and name of each container of the service that is there, in any state.
+    """Host and name of each container of the service, or of a gateway, that is there, in any state.
 
     Raises JobFailed when there is none; hosts without an answer are named.
     """
-    session.require_services([service])
+    if service not in {gateway.name for gateway in session.cluster.gateways}:
+        session.require_services([service])
     found = session.each(lambda host: session.engine(host).ours(session.cluster.name))
     places = [
         (host, one.name)

@@ -101,6 +101,8 @@ class Story:
         with httpx.Client(trust_env=False, timeout=10) as http:
             open_door = http.post(f"{self.url}/generate", json={"text": "x"}).status_code
         expect(open_door == 401, f"without a key the gateway answers {open_door}", answer)
+        said = self._deploy("logs", FRONT).require().log.read_text()
+        expect("1.13.0" in said and KEY not in said, "the gateway's log is not its own", answer)
         return usable, ", ".join(worker["url"] for worker in door["workers"])
 
     def _balance(self) -> tuple[Any, str]:
@@ -204,7 +206,7 @@ class Story:
     def _deploy(self, verb: str, *options: str, timeout_s: float = 300.0) -> Answer:
         yes = ("--yes",) if verb == "down" else ()
         bare = ("--skip-provisioning",) if verb == "up" else ()
-        arguments = ("deploy", verb, "--cluster", "cluster.yaml", *yes, *bare, *options)
+        arguments = ("deploy", verb, *options, "--cluster", "cluster.yaml", *yes, *bare)
         return self.operator.run(*arguments, timeout_s=timeout_s)
 
     def _usable(self) -> int:
