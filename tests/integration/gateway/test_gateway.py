@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ddtree_ops.gateway.check import GatewayNotReady, check_golden
+from ddtree_ops.gateway.check import GatewayNotReady, check_golden, gateway_state
 from tests.support.tiny_pair import write_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "e2e"))
@@ -109,6 +109,20 @@ def test_new_prompts_are_spread_and_a_known_one_stays(stack: Stack) -> None:
     assert len(homes) == 1
 
 
+def test_a_replica_too_many_or_too_few_is_told(stack: Stack) -> None:
+    first, second, third = stack.workers
+    stranger = "http://127.0.0.1:9"
+    found = gateway_state(stack.url, stack.metrics, [second, stranger, first])
+    assert found.problems == (f"{stranger}: not known to the gateway", f"{third}: not in cluster.yaml")
+    assert [worker.url for worker in found.workers] == [second, first, third]
+
+
+def test_a_gateway_that_is_not_there_is_a_state_and_no_crash() -> None:
+    found = gateway_state("http://127.0.0.1:9", "http://127.0.0.1:9", [])
+    assert not found.answers
+    assert len(found.problems) == 2
+
+
 def test_without_the_key_nothing_is_served_and_the_control_plane_is_closed_to_all(stack: Stack) -> None:
     with httpx.Client(trust_env=False, timeout=30) as http:
         for path, body in ROUTES.items():
@@ -151,6 +165,7 @@ def test_a_replica_killed_under_load_loses_the_streams_that_it_had_begun_and_no_
     assert 1 <= len(begun) <= 6
     assert victim.url not in {one.worker for one in later}
     assert f"{victim.url}: unhealthy, gets no requests" in stack.state().problems
+    assert gateway_state(stack.url, stack.metrics, stack.workers, tolerated=[victim.url]).problems == ()
 
     victim.start()
     wait_for(lambda: not stack.state().problems, 60)
