@@ -74,6 +74,8 @@ ddtree deploy up --tags container_runtime   only this part of the playbooks, the
 
 ddtree deploy up --service tree --skip-provisioning --recreate      a fresh container, for a rotated key
 
+ddtree deploy up --rotate 1                 every single-GPU service on the next GPU: arms take turns on cards
+
 What is equal stays as it is: a second run makes 0 changes. A container that does not get ready gives way to
 the previous one, and its log is kept. Exit code 1 when something failed or a host does not answer.
 """
@@ -128,6 +130,12 @@ KeepFailed = Annotated[
     bool, typer.Option("--keep-failed", help="Leave a container that failed; the previous one stays aside.")
 ]
 IgnoreChecks = Annotated[bool, typer.Option("--ignore-checks", help="Go on where `deploy check` fails.")]
+Rotate = Annotated[
+    int | None,
+    typer.Option(
+        "--rotate", min=0, help="Move services with one GPU on by so many GPUs; stays until changed."
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 CLUSTER = Path("cluster.yaml")
 
@@ -167,12 +175,13 @@ def plan(
     tags: Tags = None,
     skip_provisioning: SkipProvisioning = False,
     recreate: Recreate = False,
+    rotate: Rotate = None,
 ) -> None:
     """Show, host by host and service by service, what `up` would change. Changes nothing."""
     from ddtree_ops.cli import deploy_run
 
     choice = _choice(cluster, limit, service, tags, not skip_provisioning, recreate)
-    raise typer.Exit(deploy_run.plan(sink(context), choice))
+    raise typer.Exit(deploy_run.plan(sink(context), replace(choice, turn=rotate)))
 
 
 @app.command(epilog=EPILOG_UP)
@@ -186,12 +195,13 @@ def up(
     recreate: Recreate = False,
     keep_failed: KeepFailed = False,
     ignore_checks: IgnoreChecks = False,
+    rotate: Rotate = None,
 ) -> None:
     """Provision hosts, build and ship the image, start what differs, and check that every service serves."""
     from ddtree_ops.cli import deploy_run
 
     choice = _choice(cluster, limit, service, tags, not skip_provisioning, recreate)
-    choice = replace(choice, restore=not keep_failed, checks=not ignore_checks)
+    choice = replace(choice, restore=not keep_failed, checks=not ignore_checks, turn=rotate)
     raise typer.Exit(deploy_run.up(sink(context), choice))
 
 

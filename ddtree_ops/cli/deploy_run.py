@@ -39,6 +39,7 @@ class Choice:
     recreate: bool = False
     restore: bool = True
     checks: bool = True
+    turn: int | None = None
 
 
 def plan(out: Output, choice: Choice) -> int:
@@ -258,6 +259,7 @@ def _plan(out: Output, session: ClusterSession, choice: Choice) -> ClusterPlan:
     def show(event: Event) -> None:
         out.event("task", host=event.host, task=event.task, status=event.status)
 
+    session.turn_to(choice.turn)
     out.note(f"looking at {', '.join(session.hosts) or 'no host: none answers'}")
     return make_plan(
         session,
@@ -287,6 +289,7 @@ def _up(out: Output, session: ClusterSession, choice: Choice) -> int:
         restore=choice.restore,
         checks=choice.checks,
     )
+    session.turn_to(choice.turn)
     report = bring_up(session, options, out)
     show_up(out, report)
     return ExitCode.DONE if report.good else ExitCode.JOB_FAILED

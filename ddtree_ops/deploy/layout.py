@@ -63,11 +63,16 @@ def services_on(cluster: Cluster, host: str) -> list[Service]:
 
 
 def lay_out(
-    cluster: Cluster, hosts: Iterable[str], cards: Mapping[str, Sequence[Card]] | None = None
+    cluster: Cluster,
+    hosts: Iterable[str],
+    cards: Mapping[str, Sequence[Card]] | None = None,
+    *,
+    turn: int = 0,
 ) -> list[Replica]:
     """All replicas on the hosts, services in the file's order on each.
 
     cards  by host; needed for SGLang
+    turn   how often replicas with one card that ddtree chose have moved on to the next card
     Raises BadInput when a host has fewer cards than its services want.
     """
     found: list[Replica] = []
@@ -77,7 +82,7 @@ def lay_out(
         if cluster.engine is EngineKind.REFERENCE:
             groups = {service.name: [()] * service.copies for service in services}
         else:
-            groups = _choose(services, host, (cards or {}).get(host, ()))
+            groups = _choose(services, host, (cards or {}).get(host, ()), turn)
         for service in services:
             for index, gpus in enumerate(groups[service.name]):
                 found.append(Replica(service, host, index, service.ports[index], tuple(gpus)))
@@ -96,7 +101,7 @@ def rotation(arms: Sequence[T], places: Sequence[U], repeat: int) -> dict[T, U]:
 
 
 def _choose(
-    services: Sequence[Service], host: str, cards: Sequence[Card]
+    services: Sequence[Service], host: str, cards: Sequence[Card], turn: int
 ) -> dict[str, list[tuple[str, ...]]]:
     """Groups of UUIDs by service: what the file names first, then wide groups, then single cards."""
     _require_enough(services, host, cards)
@@ -110,6 +115,23 @@ def _choose(
             ]
     for service in sorted((one for one in services if one.gpus is None), key=lambda one: -one.tp):
         groups[service.name] = [_take(free, service.tp) for _ in range(service.copies)]
+    return _turned(services, groups, cards, free, turn) if turn else groups
+
+
+def _turned(
+    services: Sequence[Service],
+    groups: dict[str, list[tuple[str, ...]]],
+    cards: Sequence[Card],
+    free: Mapping[int, Card],
+    turn: int,
+) -> dict[str, list[tuple[str, ...]]]:
+    """Replicas with one chosen card move on over all cards that they and nobody else have, in bus order."""
+    moving = [one.name for one in services if one.gpus is None and one.tp == 1]
+    seats = [(name, index) for name in moving for index in range(len(groups[name]))]
+    taken = {groups[name][index][0] for name, index in seats} | {card.uuid for card in free.values()}
+    places = [(card.uuid,) for card in cards if card.uuid in taken]
+    for (name, index), place in rotation(seats, places, turn).items():
+        groups[name][index] = place
     return groups
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import filelock
 import pydantic
@@ -27,11 +27,15 @@ class LockedCard(StrictModel):
 
 
 class LockFile(StrictModel):
-    """revisions: commits by `repo@branch`; cards: by host, as they were at the last `up`."""
+    """revisions: commits by `repo@branch`; cards: by host, as they were at the last `up`.
+
+    turn  how often services have moved on to the next card
+    """
 
     schema_version: Literal[1] = pydantic.Field(1, alias="schema")
     revisions: dict[str, str] = pydantic.Field({})
     cards: dict[str, list[LockedCard]] = pydantic.Field({})
+    turn: Annotated[int, pydantic.Field(ge=0)] = 0
 
     def cards_of(self, host: str) -> tuple[Card, ...]:
         return tuple(Card(card.uuid, card.bus, card.numa) for card in self.cards.get(host, ()))

@@ -79,6 +79,15 @@ class ClusterSession:
         """The replica's base address on this machine. Raises HostUnreachable."""
         return self.links[replica.host].forward(replica.service.bind, replica.port)
 
+    def turn_to(self, turn: int | None) -> None:
+        """Move services on to other cards; null leaves them. Raises BadInput where the file forbids it."""
+        if turn is None:
+            return
+        if not self.cluster.rotation.enabled:
+            allowed = "true, so that --rotate may move services"
+            raise BadInput.at(file=self.file, key="rotation.enabled", found=False, allowed=allowed)
+        self.lock = self.lock.model_copy(update={"turn": turn})
+
     def revisions(self) -> dict[str, str]:
         """Commits by repository, for models whose branch was resolved."""
         found = {}
@@ -117,7 +126,7 @@ class ClusterSession:
     ) -> list[Replica]:
         """Replicas of the named services (none: all) on the named hosts (none: all that can be reached)."""
         wanted = set(services)
-        found = lay_out(self.cluster, hosts or self.hosts, cards)
+        found = lay_out(self.cluster, hosts or self.hosts, cards, turn=self.lock.turn)
         return [one for one in found if not wanted or one.service.name in wanted]
 
     def require_services(self, names: Iterable[str]) -> None:

@@ -342,10 +342,9 @@ class Service(StrictModel):
 
 
 class Rotation(StrictModel):
-    """Arms change GPUs between repeats, so that a card's own speed is not taken for an arm's."""
+    """Arms take turns on GPUs, so that a card's own speed is not taken for an arm's."""
 
-    enabled: bool = True
-    aa_check: bool = Field(True, description="first the same arm on every GPU: the noise floor")
+    enabled: bool = Field(True, description="false: `ddtree deploy up --rotate N` is refused")
 
 
 class Monitoring(StrictModel):

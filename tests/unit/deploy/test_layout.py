@@ -116,3 +116,26 @@ def test_every_arm_visits_every_card_equally_and_never_shares_one(
 def test_a_rotation_of_more_arms_than_cards_is_refused() -> None:
     with pytest.raises(ValueError, match="3 arms do not fit on 2 places"):
         rotation("abc", "xy", 0)
+
+
+def test_turns_move_single_cards_only_and_bring_every_service_to_every_free_card() -> None:
+    wanted = cluster(
+        [
+            service("x", 30001),
+            service("y", 30011, replicas=2),
+            service("w", 30021, tp=2),
+            service("z", 30031, gpus=[7]),
+        ]
+    )
+    seen: dict[tuple[str, int], list[tuple[str, ...]]] = {}
+    for turn in range(5):
+        found = lay_out(wanted, ["a"], {"a": cards()}, turn=turn)
+        taken = [gpu for one in found for gpu in one.gpus]
+        assert len(set(taken)) == len(taken) == 6
+        for one in found:
+            seen.setdefault((one.service.name, one.index), []).append(one.gpus)
+    assert set(seen["w", 0]) == {seen["w", 0][0]}
+    assert set(seen["z", 0]) == {("GPU-a7",)}
+    free = {(f"GPU-a{index}",) for index in range(8)} - {("GPU-a7",)} - {(gpu,) for gpu in seen["w", 0][0]}
+    for seat in (("x", 0), ("y", 0), ("y", 1)):
+        assert set(seen[seat]) == free
