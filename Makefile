@@ -21,7 +21,7 @@ SGLANG_READY := $(SGLANG_VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart e2e-deploy test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
+.PHONY: help setup quickstart e2e-deploy e2e-gateway e2e-runbooks test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
 
 help:
 	@sed -n '1,10p' Makefile | sed 's/^# \{0,1\}//'
@@ -38,6 +38,13 @@ quickstart: $(READY)
 # Needs root, debootstrap, and nothing of Docker on this machine: that runs inside the hosts. Some minutes.
 e2e-deploy: $(READY)
 	$(BIN)/python tools/e2e/deploy_story.py
+
+# On the same hosts: a gateway whose replica is killed under load, and every runbook's play.
+e2e-gateway: $(READY)
+	$(BIN)/python tools/e2e/gateway_story.py
+
+e2e-runbooks: $(READY)
+	$(BIN)/python tools/e2e/runbook_story.py
 
 test: lint lint-playbooks lint-dockerfiles typecheck unit
 

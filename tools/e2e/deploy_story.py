@@ -174,7 +174,7 @@ class Story:
         expect(len(cells) == len(SERVICES), f"cells: {sorted(cells)}", answer)
         expect([name.split()[0] for name in bad] == ["ddtree"], f"not complete: {sorted(bad)}", answer)
         reason = str(next(iter(bad.values()))["reason"])
-        expect("137" in reason or "exit" in reason, f"the reason says nothing of its end: {reason}", answer)
+        expect("killed by signal 9" in reason, f"the reason says nothing of its end: {reason}", answer)
         status = self._deploy("status").require(1)
         states = {one["container"]: one["state"] for one in status.result["replicas"]}
         wanted = {_container(LINEAR): "running", _container(SHADOW): "running", _container(TREE): "exited"}
@@ -182,7 +182,7 @@ class Story:
         left = {name: one for name, one in before.items() if name != _container(TREE)}
         expect(self._running() == left, "other containers were touched", answer)
         finding.figure = len(bad)
-        finding.detail = f"{next(iter(bad))}: {reason}"
+        finding.detail = f"{next(iter(bad))}: {reason.splitlines()[0].partition('; the end')[0]}"
 
     def _resume(self, finding: Finding) -> None:
         before = self._running()
@@ -395,7 +395,7 @@ class Story:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "e2e", help="emptied; gets summary.json")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "e2e", help="of summary.json and logs")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "e2e", help="of Debian trees")
     arguments = parser.parse_args()
     missing = missing_commands()
@@ -415,7 +415,10 @@ def main() -> int:
 def run(folder: Path, cache: Path) -> int:
     """The whole of it, and the summary in any case. Raises what a step raises."""
     started = time.monotonic()
+    summary = folder / "summary.json"
+    folder = folder / "deploy"
     _empty(folder)
+    summary.unlink(missing_ok=True)
     tree = _timed("hosts' Debian", lambda: debootstrap_tree(cache, PACKAGES))
     base = _timed("base image's Debian", lambda: base_image(cache))
     operator = Operator(PROGRAM, folder)
@@ -427,7 +430,7 @@ def run(folder: Path, cache: Path) -> int:
             story.tell()
         finally:
             operator.close()
-            write_summary(folder / "summary.json", story.steps)
+            write_summary(summary, story.steps)
     say(f"all {len(story.steps)} steps hold, {time.monotonic() - started:.0f} s")
     return 0
 
