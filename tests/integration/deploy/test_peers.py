@@ -26,7 +26,7 @@ def test_an_engine_without_gpus_is_told_and_nothing_is_left(lab: Lab, image: str
     assert one.spec is not None
     wide = replace(one, spec=replace(one.spec, gpus=("GPU-a", "GPU-b")))
     with pytest.raises(
-        JobFailed, match="the GPUs GPU-a, GPU-b do not talk: .*could not select device"
+        JobFailed, match=r"the GPUs GPU-a, GPU-b do not talk: .*could not select device"
     ) as told:
         require_peers(lab.engine, "lab", wide, image)
     assert "tp: 1" in str(told.value.remedy)
