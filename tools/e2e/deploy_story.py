@@ -311,7 +311,7 @@ class Story:
                 },
             ],
             "monitoring": {"enabled": False},
-            "deadlines": {"facts": 60, "provision": 120, "build": 600, "ready": 400, "stop": 120},
+            "deadlines": {"facts": 120, "provision": 600, "build": 600, "ready": 400, "stop": 120},
         }
         cluster["ssh"] |= {"connect_timeout_s": 5}
         (self.folder / "cluster.yaml").write_text(yaml.safe_dump(cluster, sort_keys=False))
