@@ -30,7 +30,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-PREVIOUS = ".previous"
+#: Ends of names of containers that do not serve: kept for a rollback, or in the middle of one.
+SET_ASIDE = (".previous", ".aside")
 #: Hardware faults; the same set as that of the check kernel.xid.
 FATAL_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143, 154})
 XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
@@ -252,7 +253,7 @@ def described(answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "service": labels.get("ddtree.service", ""),
-        "previous": name.endswith(PREVIOUS),
+        "previous": name.endswith(SET_ASIDE),
         "image": answer.get("Image", ""),
         "hash": labels.get("ddtree.config-hash", ""),
         "state": state.get("Status", "unknown"),
