@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -89,11 +90,23 @@ def test_a_refused_connection_is_unreachable_and_names_the_command_to_try(tmp_pa
     assert caught.value.remedy == "try 'ssh -o BatchMode=yes -p 9 ops@127.0.0.1 true'"
 
 
-def test_an_address_cannot_become_an_option(tmp_path: Path) -> None:
-    evil = SshTarget(f"-oProxyCommand=touch {tmp_path / 'pwned'}")
-    with HostLink("gpu-a", evil, patience_s=0) as link, pytest.raises(HostUnreachable):
+def test_an_address_cannot_become_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every ssh that is started: a double writes down what it was given."""
+    words = tmp_path / "words"
+    double = tmp_path / "ssh"
+    double.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {words}\necho end >> {words}\nexec cat\n')
+    double.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    evil = "-oProxyCommand=anything"
+    with HostLink("gpu-a", SshTarget(evil), patience_s=0) as link:
         link.connect()
-    assert not (tmp_path / "pwned").exists()
+        link.forward("127.0.0.1", 30000)
+        link.run("true")
+    calls = words.read_text().split("end\n")[:-1]
+    assert len(calls) == 3
+    for call in calls:
+        argv = call.splitlines()
+        assert argv[argv.index(evil) - 1] == "--"
 
 
 def test_a_connection_is_tried_again_until_patience_ends_and_a_wrong_name_is_not() -> None:
