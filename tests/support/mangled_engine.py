@@ -1,4 +1,8 @@
-"""The CPU engine with one real fault: ``python mangled_engine.py FAULT <options of the engine>``.
+"""CPU engines with one real fault each: ``python mangled_engine.py "FAULT <options of the engine>" ...``.
+
+Each is a process of its own, forked once torch is imported, which is what starting takes long for.
+
+none     no fault
 
 leak     recurrent layers take rows in order in a server that says `ddtree`, and no self-check stops it
 chain    the server says `ddtree` and verifies the chain only
@@ -9,6 +13,7 @@ short    every other step throws away what it accepted; the text stays right
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable
 
@@ -62,8 +67,19 @@ def short() -> None:
     module.walk = walk
 
 
-FAULTS: dict[str, Callable[[], None]] = {"leak": leak, "chain": chain, "biased": biased, "short": short}
+FAULTS: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "leak": leak,
+    "chain": chain,
+    "biased": biased,
+    "short": short,
+}
 
 if __name__ == "__main__":
-    FAULTS[sys.argv[1]]()
-    sys.exit(command.main(sys.argv[2:]))
+    for wish in sys.argv[1:]:
+        fault, *options = wish.split()
+        if os.fork() == 0:
+            FAULTS[fault]()
+            sys.exit(command.main(options))
+    for _ in sys.argv[1:]:
+        os.wait()
