@@ -169,6 +169,8 @@ def show_plan(out: Output, found: ClusterPlan) -> None:
         for finding in host.findings:
             out.line(f"{host.host}: {finding.status.value} {finding.id}: {finding.found}")
             out.line(f"    try: {finding.remedy}")
+        if host.bare:
+            out.line(f"{host.host}: no Docker yet: provisioning brings it")
         out.line(f"{host.host}: image: {host.image}")
     rows = [
         (step.name, step.host, step.action.value, step.reason, ", ".join(_short(g) for g in _gpus(step.spec)))

@@ -22,19 +22,21 @@ class PlannedImage:
 
 
 def planned_images(
-    session: ClusterSession, drivers: Mapping[str, str | None] | None = None
+    session: ClusterSession, hosts: Sequence[str], drivers: Mapping[str, str | None] | None = None
 ) -> dict[str, PlannedImage]:
     """What `up` would do about images, by host. Changes nothing.
 
     drivers  CUDA versions of the drivers, by host. Raises BadEnvironment for one that is too old.
     """
     if session.cluster.image.prebuilt is not None:
-        there = _prebuilt(session, session.hosts)
+        there = _prebuilt(session, hosts)
         return {host: PlannedImage(identity, f"present {identity}") for host, identity in there.items()}
     from ddtree_ops.images.build import planned_image, require_cuda_of
 
-    require_cuda_of(session.cluster, drivers or {}, session.hosts)
-    links = {host: session.links[host] for host in session.hosts}
+    require_cuda_of(session.cluster, drivers or {}, hosts)
+    links = {host: session.links[host] for host in hosts}
+    if not links:
+        return {}
     planned = planned_image(session.cluster, links, session.folder)
     return {host: PlannedImage(_identity(what), what) for host, what in planned.items()}
 

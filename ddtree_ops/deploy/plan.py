@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddtree_ops.containers.connection import DockerFailure
 from ddtree_ops.deploy.images import NOT_YET, PlannedImage, planned_images
 from ddtree_ops.deploy.layout import Card, Replica
 from ddtree_ops.deploy.memory import Fit, memory_of, require_fit
@@ -23,9 +24,13 @@ OnEvent = Callable[[Event], None]
 
 @dataclass
 class HostPlan:
-    """What would happen on one host. `error` says why Ansible's check could not go through."""
+    """What would happen on one host. `error` says why Ansible's check could not go through.
+
+    bare  there is no Docker yet; provisioning would bring it
+    """
 
     host: str
+    bare: bool = False
     changes: list[Change] = field(default_factory=list)
     error: str | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -35,8 +40,12 @@ class HostPlan:
 
 @dataclass
 class ClusterPlan:
-    """What would happen; `unknown` are hosts that do not answer."""
+    """What would happen; `unknown` are hosts that do not answer.
 
+    provisioning  whether hosts would be provisioned first, which can mend what checks find
+    """
+
+    provisioning: bool
     hosts: list[HostPlan]
     fits: list[Fit]
     unknown: dict[str, str]
@@ -55,7 +64,7 @@ class ClusterPlan:
     def blocked(self) -> bool:
         """Whether `up` would stop on a host."""
         failed = any(finding.status is Status.FAIL for host in self.hosts for finding in host.findings)
-        return failed or any(host.error for host in self.hosts)
+        return (failed and not self.provisioning) or any(host.error for host in self.hosts)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +73,7 @@ class ClusterPlan:
             "hosts": [
                 {
                     "host": host.host,
+                    "bare": host.bare,
                     "changes": [vars(change) for change in host.changes],
                     "error": host.error,
                     "findings": [finding.as_json() for finding in host.findings],
@@ -105,43 +115,63 @@ def make_plan(
     for host, found in (facts or {}).items():
         findings = check_host(found, expectations(session.cluster, host))
         plans[host].findings = [one for one in findings if one.status in {Status.FAIL, Status.WARN}]
-    images = planned_images(session, {host: found.cuda for host, found in (facts or {}).items()})
+    for host in _without_docker(session, may_come=provisioning and session.cluster.runtime.manage):
+        plans[host].bare = True
+    drivers = {host: found.cuda for host, found in (facts or {}).items()}
+    with_docker = [host for host in session.hosts if not plans[host].bare]
+    images = dict.fromkeys(plans, PlannedImage(None, "would build or ship"))
+    images |= planned_images(session, with_docker, drivers)
     cards = session.cards(facts)
-    for host, steps in host_steps(session, cards, _ids(images), services=services, recreate=recreate).items():
-        plans[host].image, plans[host].steps = images[host].what, steps
-    for host, steps in _gateway_steps(session, services, recreate).items():
-        plans[host].steps += steps
+    if provisioning and session.cluster.driver.manage:
+        cards = {host: some or _cards_to_come(session) for host, some in cards.items()}
+
+    def steps(host: str) -> list[Step]:
+        bare, ids = plans[host].bare, _ids(images)
+        return steps_on(session, host, cards, ids, services=services, recreate=recreate, bare=bare)
+
+    for host, found_steps in session.each(steps).items():
+        plans[host].image, plans[host].steps = images[host].what, found_steps
+    for host, found_steps in _gateway_steps(session, services, recreate, with_docker).items():
+        plans[host].steps += found_steps
     known = [plan for host, plan in plans.items() if host not in session.unreachable]
-    return ClusterPlan(known, fits, dict(session.unreachable))
+    return ClusterPlan(provisioning, known, fits, dict(session.unreachable))
 
 
-def _gateway_steps(session: ClusterSession, services: Sequence[str], recreate: bool) -> dict[str, list[Step]]:
+def _without_docker(session: ClusterSession, *, may_come: bool) -> list[str]:
+    """Hosts whose engine does not answer. Raises DockerFailure unless provisioning may bring one."""
+
+    def answers(host: str) -> bool:
+        try:
+            session.engine(host).info()
+        except DockerFailure:
+            if not may_come:
+                raise
+            return False
+        return True
+
+    return [host for host, good in session.each(answers).items() if not good]
+
+
+def _cards_to_come(session: ClusterSession) -> tuple[Card, ...]:
+    """Stand-ins where the driver is not there yet: how many cards there will be is known, which is not."""
+    return tuple(Card(f"GPU-not-known-yet-{index}", "") for index in range(session.cluster.gpu.count))
+
+
+def _gateway_steps(
+    session: ClusterSession, services: Sequence[str], recreate: bool, hosts: Sequence[str]
+) -> dict[str, list[Step]]:
     if not session.cluster.gateways:
         return {}
-    images = planned_gateway_images(session, gateway_hosts(session, services))
+    wanted = [host for host in gateway_hosts(session, services) if host in hosts]
+    images = planned_gateway_images(session, wanted)
     return session.each(
-        lambda host: gateway_steps(session, host, images, services=services, recreate=recreate)
+        lambda host: gateway_steps(session, host, images, services=services, recreate=recreate), hosts
     )
 
 
 def needs_facts(session: ClusterSession) -> bool:
     """Cards have to be looked at; the CPU engine has none."""
     return bool(session.hosts) and bool(session.cluster.engine.value == "sglang")
-
-
-def host_steps(
-    session: ClusterSession,
-    cards: Mapping[str, Sequence[Card]],
-    images: Mapping[str, str],
-    *,
-    services: Sequence[str] = (),
-    recreate: bool = False,
-) -> dict[str, list[Step]]:
-    """Steps by host, against the containers that are there now; hosts lost meanwhile are left out."""
-    return session.each(
-        lambda host: steps_on(session, host, cards, images, services=services, recreate=recreate),
-        [host for host in session.hosts if host in images],
-    )
 
 
 def steps_on(
@@ -152,15 +182,16 @@ def steps_on(
     *,
     services: Sequence[str] = (),
     recreate: bool = False,
+    bare: bool = False,
 ) -> list[Step]:
-    """Steps for one host. Raises HostUnreachable."""
+    """Steps for one host; `bare` means that it has no engine to ask yet. Raises HostUnreachable."""
     cluster = session.cluster
     around = Surroundings(images[host], session.folder, session.revisions(), cards.get(host, ()))
     replicas: list[Replica] = session.replicas(cards, services, [host])
     wanted = [(replica, render(cluster, replica, around)) for replica in replicas]
     known = [service.name for service in cluster.services if service.hosts is None or host in service.hosts]
     known += [gateway.name for gateway in cluster.gateways]
-    found = session.engine(host).ours(cluster.name)
+    found = [] if bare else session.engine(host).ours(cluster.name)
     return steps_of(host, wanted, found, known=known, services=services, recreate=recreate)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from ddtree_ops.containers.connection import HostUnreachable
+from ddtree_ops.containers.connection import DockerFailure, HostUnreachable
 from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.spec import ContainerSpec
 from ddtree_ops.deploy.layout import Replica
@@ -93,11 +93,20 @@ def look(
     Cards are those of the last `up`: what runs is compared with what was rendered then.
     """
     session.require_services(services)
-    looks = session.each(lambda host: _host(session, host, services, now))
+    troubles: dict[str, str] = {}
+
+    def work(host: str) -> tuple[list[ReplicaStatus], list[str]]:
+        try:
+            return _host(session, host, services, now)
+        except DockerFailure as failure:
+            troubles[host] = failure.message
+            return [], []
+
+    looks = session.each(work)
     gateways = look_at_gateways(session, services)
     found = [one for host in session.inventory.names for one in looks.get(host, ([], []))[0]]
     strays = [one for host in session.inventory.names for one in looks.get(host, ([], []))[1]]
-    for host, why in session.unreachable.items():
+    for host, why in {**session.unreachable, **troubles}.items():
         found += [
             ReplicaStatus(
                 host, service.name, f"{session.cluster.name}-{service.name}-{index}", UNKNOWN, reason=why

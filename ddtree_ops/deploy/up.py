@@ -234,7 +234,17 @@ class Up:
 
     def _containers(self, cards: Mapping[str, Sequence[Card]], images: Mapping[str, str]) -> None:
         hosts = [host for host in self._hosts() if host in images]
-        done = self._session.each(lambda host: self._host(host, cards, images), hosts)
+
+        def work(host: str) -> list[Step]:
+            try:
+                return self._host(host, cards, images)
+            except HostUnreachable:
+                raise
+            except DdtreeError as error:  # one host's trouble is not the others'
+                self._fail_host(host, error.message)
+                return []
+
+        done = self._session.each(work, hosts)
         self._report.steps = [step for host in hosts for step in done.get(host, ())]
 
     def _host(self, host: str, cards: Mapping[str, Sequence[Card]], images: Mapping[str, str]) -> list[Step]:

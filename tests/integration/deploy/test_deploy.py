@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -204,3 +205,18 @@ def test_an_image_that_is_not_there_is_told(lab: Lab) -> None:
     lab.data["image"]["prebuilt"] = "ddtree/none:1"
     code, error, _ = lab.up()
     assert (code, error["message"]) == (3, "image.prebuilt: ddtree/none:1 is not on here")
+
+
+def test_a_host_without_docker_is_planned_as_bare_and_told_by_the_others(lab: Lab) -> None:
+    here = lab.data["hosts"]["inline"]["here"]["vars"]
+    here |= {"ddtree_docker_socket": "/nowhere/docker.sock", "ansible_python_interpreter": sys.executable}
+    lab.data["paths"] = {"min_free_gib": 0}
+    lab.data["ssh"] = {"become": False}
+    code, plan, _ = lab.run("plan", "--tags", "preflight")
+    assert (code, plan["hosts"][0]["bare"]) == (0, True), plan
+    assert [one["action"] for one in plan["hosts"][0]["containers"]] == ["create", "create"]
+    code, error, _ = lab.run("plan", "--skip-provisioning")
+    assert (code, "the Docker engine is not running" in error["message"]) == (1, True)
+    code, status, _ = lab.run("status")
+    assert (code, {one["state"] for one in status["replicas"]}) == (1, {"unknown"})
+    assert "the Docker engine is not running" in status["replicas"][0]["reason"]
