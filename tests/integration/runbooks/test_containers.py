@@ -52,6 +52,8 @@ def test_a_drained_service_stays_stopped_and_draining_again_changes_nothing(lab:
     assert lab.host(*argv)["changed"] == 1
     assert lab.state("lab-tree-0") == "exited"
     assert lab.host(*argv)["changed"] == 0
+    back = lab.host("arm-restart", "--service", "tree", "--yes")
+    assert (back["plan"], back["changed"]) == (["start lab-tree-0"], 1), "what had stopped was stopped again"
 
 
 def test_a_replica_that_ends_is_reported_at_once_and_the_next_one_goes_on_serving(lab: Lab) -> None:
@@ -161,6 +163,7 @@ def test_a_folder_near_the_root_is_not_deleted(lab: Lab) -> None:
     assert left(lab, "/srv/ddtree")["refused"] == ""
 
 
+@pytest.mark.slow
 def test_removal_leaves_the_weights_and_everything_of_others(lab: Lab) -> None:
     root, state, logs = (lab.folder / part for part in ("root", "var/state", "var/log"))
     ours = [

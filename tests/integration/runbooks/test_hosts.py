@@ -70,6 +70,7 @@ def test_accept_length_and_settings_come_from_what_real_engines_say(lab: Lab) ->
     assert "ddtree.budget" not in text, "arms may differ in what makes them arms"
 
 
+@pytest.mark.slow
 def test_a_driver_upgrade_drains_sets_up_reads_again_and_starts_again(lab: Lab) -> None:
     root = lab.folder / "root"
     root.mkdir()
