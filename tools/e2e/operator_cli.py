@@ -9,12 +9,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
 TAIL_LINES = 40
+STOP_SECONDS = 20.0
 
 
 class CommandFailure(RuntimeError):
@@ -87,13 +89,15 @@ class Command:
         return Answer(self._argv, code, self.events(), seconds, self._log)
 
     def end(self) -> None:
-        for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGKILL, 10.0)):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, number)
-                try:
-                    self._process.wait(patience_s)
-                except subprocess.TimeoutExpired:
-                    continue
+        """Stop it as Ctrl-C does; what of its children does not listen is killed."""
+        if self._process.poll() is not None:
+            return
+        os.killpg(self._process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class Operator:
