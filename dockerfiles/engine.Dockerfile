@@ -41,7 +41,8 @@ ENV TORCH_CUDA_ARCH_LIST=12.0a \
 
 # Nothing but our wheel: what it needs (torch, triton, numpy) is SGLang's, in the versions that SGLang wants.
 COPY ddtree-*.whl /opt/ddtree/
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --no-index --no-deps /opt/ddtree/ddtree-*.whl \
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+       python3 -m pip install --no-cache-dir --no-index --no-deps /opt/ddtree/ddtree-*.whl \
     && rm -r /opt/ddtree
 
 # As the user that serves: the right SGLang, the plugin registered, and all of it readable.

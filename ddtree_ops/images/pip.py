@@ -42,7 +42,14 @@ def run_tool(
     """Run to the end and return stdout. Raises JobFailed."""
     try:
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=env, check=False
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=env,
+            umask=0o022,  # modes go into a wheel: equal sources, equal bytes
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise JobFailed(

@@ -55,7 +55,11 @@ def test_equal_sources_give_equal_bytes(checkout: Path, tmp_path: Path) -> None:
     (checkout / "ddtree_ops/__init__.py").chmod(0o600)
     (checkout / "ddtree_ops/__pycache__").mkdir()
     (checkout / "ddtree_ops/__pycache__/x.pyc").write_bytes(b"x")
-    second = our_wheel(tmp_path / "two", checkout=checkout)
+    before = os.umask(0o077)
+    try:
+        second = our_wheel(tmp_path / "two", checkout=checkout)
+    finally:
+        os.umask(before)
     assert first.path != second.path
     assert first.sha256 == second.sha256
     assert first.version == "0.1.0"
