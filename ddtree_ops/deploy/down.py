@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from ddtree_ops.schemas.cluster import EngineKind
 #: What an idle card may hold, in MiB: the driver's own share.
 IDLE_MIB = 1024
 PROBE_S = 3.0
+LOOK_AGAIN_S = 5.0
 
 
 @dataclass
@@ -99,7 +101,14 @@ def _purge(session: ClusterSession, host: str, report: DownReport, out: Output) 
         _left(report, host, failure.message)
 
 
-def _prove(session: ClusterSession, services: Sequence[str], report: DownReport, out: Output) -> None:
+def _prove(
+    session: ClusterSession,
+    services: Sequence[str],
+    report: DownReport,
+    out: Output,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Containers, ports and GPU memory as they are now. With cards, facts are read anew for that."""
     for host, found in session.each(lambda host: _containers(session, host, services)).items():
         for one in found:
@@ -108,10 +117,23 @@ def _prove(session: ClusterSession, services: Sequence[str], report: DownReport,
         for port in ports:
             _left(report, host, f"something still answers on port {port}")
     if session.cluster.engine is EngineKind.SGLANG and session.hosts and not services:
-        out.note("looking at the cards")
-        for host, facts in session.facts().items():
-            for line in busy_cards(facts):
+        for host, lines in _busy(session, out, clock, sleep).items():
+            for line in lines:
                 _left(report, host, line)
+
+
+def _busy(
+    session: ClusterSession, out: Output, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> dict[str, list[str]]:
+    """Cards that stay busy until the deadline, in words, by host: the driver frees memory when it likes."""
+    deadline = clock() + session.cluster.deadlines.stop
+    while True:
+        out.note("looking at the cards")
+        busy = {host: busy_cards(facts) for host, facts in session.facts().items()}
+        busy = {host: lines for host, lines in busy.items() if lines}
+        if not busy or clock() >= deadline:
+            return busy
+        sleep(LOOK_AGAIN_S)
 
 
 def busy_cards(facts: HostFacts) -> list[str]:

@@ -104,11 +104,14 @@ class ClusterSession:
         models = [model for model in (self.cluster.model, self.cluster.drafter) if model is not None]
         return [model for model in models if not model.pinned and model.repo not in known]
 
-    def facts(self, on_event: Callable[[Event], None] | None = None) -> dict[str, HostFacts]:
-        """Facts of the hosts that can be reached, read anew; others join the unreachable."""
-        if not self.hosts:
+    def facts(
+        self, on_event: Callable[[Event], None] | None = None, *, hosts: Sequence[str] | None = None
+    ) -> dict[str, HostFacts]:
+        """Facts of the hosts (null: all that can be reached), read anew; lost ones join the unreachable."""
+        wanted = self.hosts if hosts is None else list(hosts)
+        if not wanted:
             return {}
-        provider = AnsibleHosts.of(self.cluster, self.folder, limit=self.hosts, on_event=on_event)
+        provider = AnsibleHosts.of(self.cluster, self.folder, limit=wanted, on_event=on_event)
         captures = provider.captures()
         self.unreachable |= provider.unreachable()
         return {name: parse_facts(capture, name=name) for name, capture in captures.items()}
@@ -120,6 +123,12 @@ class ClusterSession:
         if facts is not None:
             return {host: cards_of(found) for host, found in facts.items()}
         return {host: self.lock.cards_of(host) for host in self.hosts}
+
+    def known_cards(self) -> dict[str, tuple[Card, ...]]:
+        """As they were at the last `up`; read now on hosts that were never brought up from here."""
+        cards = self.cards()
+        new = [host for host, some in cards.items() if not some]
+        return {**cards, **self.cards(self.facts(hosts=new))} if new else cards
 
     def replicas(
         self, cards: Mapping[str, Sequence[Card]], services: Iterable[str] = (), hosts: Iterable[str] = ()

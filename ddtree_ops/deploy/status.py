@@ -13,7 +13,7 @@ import httpx
 from ddtree_ops.containers.connection import DockerFailure, HostUnreachable
 from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.spec import ContainerSpec
-from ddtree_ops.deploy.layout import Replica
+from ddtree_ops.deploy.layout import Card, Replica
 from ddtree_ops.deploy.plan import steps_on
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import previous_name, spec_diff
@@ -94,10 +94,11 @@ def look(
     """
     session.require_services(services)
     troubles: dict[str, str] = {}
+    cards = session.known_cards()
 
     def work(host: str) -> tuple[list[ReplicaStatus], list[str]]:
         try:
-            return _host(session, host, services, now)
+            return _host(session, host, cards, services, now)
         except DockerFailure as failure:
             troubles[host] = failure.message
             return [], []
@@ -119,13 +120,16 @@ def look(
 
 
 def _host(
-    session: ClusterSession, host: str, services: Sequence[str], now: Callable[[], datetime]
+    session: ClusterSession,
+    host: str,
+    cards: Mapping[str, Sequence[Card]],
+    services: Sequence[str],
+    now: Callable[[], datetime],
 ) -> tuple[list[ReplicaStatus], list[str]]:
     engine, cluster = session.engine(host), session.cluster
     containers = engine.ours(cluster.name)
     by_name = {one.name: one for one in containers}
     image = next((one.image for one in containers if not one.previous), "")
-    cards = session.cards()
     steps = steps_on(session, host, cards, {host: image}, services=services)
     replicas = [
         _replica(session, step.replica, _with_image(step.spec, by_name.get(step.name)), by_name, now)

@@ -370,7 +370,7 @@ class Deadlines(StrictModel):
     download: Seconds = 14400
     build: Seconds = 3600
     ready: Seconds = 1200
-    stop: Seconds = 300
+    stop: Annotated[Seconds, Field(description="until the cards are idle after `down`")] = 300
 
 
 class Cluster(StrictModel):
