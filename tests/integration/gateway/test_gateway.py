@@ -168,10 +168,10 @@ def test_a_replica_killed_under_load_loses_the_streams_that_it_had_begun_and_no_
     assert gateway_state(stack.url, stack.metrics, stack.workers, tolerated=[victim.url]).problems == ()
 
     victim.start()
-    wait_for(lambda: not stack.state().problems, 60)
+    wait_for(lambda: not stack.state().problems)
     again = Load(stack.url, HEADERS)
     with again.running():
-        wait_for(lambda: victim.url in {one.worker for one in again.requests}, 60)
+        wait_for(lambda: victim.url in {one.worker for one in again.requests})
     assert again.lost == set()
 
 
@@ -186,15 +186,15 @@ def test_a_replica_that_ends_in_order_loses_nothing(stack: Stack) -> None:
         wait_for(lambda: len(load.requests) >= ended_at + 6)
     assert load.lost == set(), [one for one in load.requests if not one.whole]
     leaver.start()
-    wait_for(lambda: not stack.state().problems, 60)
+    wait_for(lambda: not stack.state().problems)
 
 
 def test_a_gateway_told_to_stop_finishes_its_streams(stack: Stack, tmp_path: Path) -> None:
-    front = gateway(tmp_path, stack.workers, settings())
+    front = gateway(tmp_path, stack.workers, settings(stop_timeout_s=120))
     front.start()
     try:
-        wait_for(lambda: answers(front.url), 60)
-        body = {**GENERATE, "sampling_params": {**GENERATE["sampling_params"], "max_new_tokens": 40}}
+        wait_for(lambda: answers(front.url))
+        body = {**GENERATE, "sampling_params": {**GENERATE["sampling_params"], "max_new_tokens": 20}}
         with (
             client() as http,
             http.stream("POST", f"{front.url}/generate", json={**body, "stream": True}) as answer,
@@ -218,7 +218,7 @@ def test_a_door_to_another_model_or_without_a_lock_is_not_taken_for_ready(
     other = replace(engine(tmp_path, "--arm", "ar", *models), env={"OMP_NUM_THREADS": "1"})
     other.start()
     try:
-        wait_for(lambda: is_up(other.url), 60)
+        wait_for(lambda: is_up(other.url))
         with pytest.raises(GatewayNotReady, match=f"the golden prompt gives .* at {other.url}"):
             check_golden(stack.url, other.url, GOLDEN, HEADERS)
         with pytest.raises(GatewayNotReady, match="/generate without the API key: 200, not 401"):
