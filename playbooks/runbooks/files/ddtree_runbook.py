@@ -733,7 +733,9 @@ def remaining(host: Host, arguments: argparse.Namespace) -> dict[str, Any]:
     others = sorted(other_clusters(host))
     folders, refused = our_folders(arguments)
     error = ""
-    if running:
+    if problem and host.docker("--version").rc == 0:
+        error = f"whether services run cannot be said ({problem})"
+    elif running:
         error = f"services still run: {', '.join(running)}: `ddtree deploy down` first"
     elif others:
         error = f"the host also serves {', '.join(others)}, which needs what would be removed"

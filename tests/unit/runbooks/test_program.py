@@ -259,3 +259,15 @@ def test_a_docker_that_does_not_answer_is_said_and_files_can_still_go(tmp_path: 
     answer = program.wasted(one, arguments(logs=str(tmp_path), models=str(tmp_path), days=1))
     assert answer["found"] == ["docker: Cannot connect to the Docker daemon"]
     assert "error" not in answer
+
+
+def test_nothing_is_removed_while_a_docker_that_is_there_does_not_answer(tmp_path: Path) -> None:
+    paths = {"state": "/srv/ddtree", "models": "/srv/ddtree/models", "logs": "/srv/logs/ddtree"}
+    asked = arguments(**paths, root="", file=[], weights=False)
+    silent = host(tmp_path, docker='[ "$1" = --version ] || { echo "no daemon" >&2; exit 1; }')
+    assert (
+        program.remaining(silent, asked)["refused"]
+        == "whether services run cannot be said (docker: no daemon)"
+    )
+    bare = host(tmp_path, docker="exit 1")
+    assert program.remaining(bare, asked)["refused"] == "", "a host without docker serves nothing"
