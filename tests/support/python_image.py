@@ -13,6 +13,7 @@ from pathlib import Path
 from ddtree_ops.containers.engine import Engine
 
 TAG = "ddtree-test/double:1"
+ENV = Path("/usr/bin/env").resolve()
 DOUBLE = Path(__file__).with_name("double.py")
 LEFT_OUT = {
     "site-packages", "dist-packages", "test", "__pycache__", "idlelib", "tkinter", "ensurepip", "lib2to3",
@@ -22,27 +23,29 @@ LEFT_OUT = {
 
 def import_double(engine: Engine) -> str:
     """Make the image on an engine and return its id."""
+    python, stdlib = Path(sys.executable).resolve(), Path(sysconfig.get_path("stdlib"))
+    libraries = _libraries([python, ENV, *(stdlib / "lib-dynload").glob("*.so")])
+    # There is no cache of the loader's in the image, and libpython may lie anywhere.
+    folders = sorted({str(Path(library).parent) for library in libraries})
     changes = ["ENV PATH=/usr/bin:/bin", "ENV PYTHONPATH=/opt/double"]
-    return engine.import_rootfs(io.BytesIO(_rootfs()), TAG, changes=changes)
+    changes.append(f"ENV LD_LIBRARY_PATH={':'.join(folders)}")
+    rootfs = _rootfs(python, stdlib, libraries)
+    return engine.import_rootfs(io.BytesIO(rootfs), TAG, changes=changes)
 
 
-def _rootfs() -> bytes:
-    python = Path(sys.executable).resolve()
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    env = Path("/usr/bin/env").resolve()
-    programs = [python, env, *(stdlib / "lib-dynload").glob("*.so")]
+def _rootfs(python: Path, stdlib: Path, libraries: set[str]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in ("tmp", "usr/bin"):
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
             tar.addfile(entry)
-        for library in sorted(_libraries(programs)):
+        for library in sorted(libraries):
             tar.add(Path(library).resolve(), library.lstrip("/"))
-        for program in (python, env):
+        for program in (python, ENV):
             tar.add(program, str(program).lstrip("/"))
         for name in ("python3", "env"):
-            target = python if name == "python3" else env
+            target = python if name == "python3" else ENV
             if f"/usr/bin/{name}" != str(target):
                 entry = tarfile.TarInfo(f"usr/bin/{name}")
                 entry.type, entry.linkname = tarfile.SYMTYPE, str(target)
