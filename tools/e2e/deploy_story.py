@@ -231,9 +231,8 @@ class Story:
         torn = [name for name, one in before.items() if after.get(name) != one]
         finding.figure = len(torn)
         expect(not torn, f"restarted or gone: {torn}", answer)
-        finding.detail = (
-            f"{seconds:.0f} s cut; {host} unknown meanwhile, same containers after; sweep complete"
-        )
+        again = f" after {lost[0]} was measured again" if lost else ""
+        finding.detail = f"{seconds:.0f} s, {host} unknown meanwhile, same containers; sweep complete{again}"
 
     def _rollback(self, finding: Finding) -> None:
         host, _ = TREE
