@@ -1,9 +1,9 @@
 """Compile every kernel in every shipped configuration offline, for cards that this machine does not have.
 
-    python -m ddtree_kernels.aot [--arch 90 120] [--json FILE]
+    python -m ddtree_kernels.aot [--arch 90 120] [--json FILE] [--write docs/kernels.md]
 
 Needs triton (its wheel brings ptxas) and no GPU. Fails where a kernel asks for more than 99 KB of shared
-memory a block, which is what sm_120 has, or where registers spill beyond the allowance.
+memory a block, which is what sm_120 has, or where registers spill.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SHARED_MEMORY_LIMIT = 101376
-# Bytes a thread. A handful of registers around a product is harmless; a working set is not.
-SPILL_ALLOWANCE = 128
+# The generated part of the documentation.
+BEGIN, END = "<!-- aot table: begin -->", "<!-- aot table: end -->"
 ARCHITECTURES = (90, 120)
 
 
@@ -52,7 +52,7 @@ class Compiled:
     @property
     def fits(self) -> bool:
         """Whether the kernel runs at full speed on the card."""
-        return self.shared <= SHARED_MEMORY_LIMIT and self.spill <= SPILL_ALLOWANCE
+        return self.shared <= SHARED_MEMORY_LIMIT and self.spill == 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="90 = Hopper, 120 = RTX PRO"
     )
     parser.add_argument("--json", type=Path, help="write the table here as well")
+    parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
     parser.add_argument("--only", default="", help="compile labels that contain this text only")
     chosen = parser.parse_args(arguments)
     try:
@@ -90,11 +91,36 @@ def main(arguments: list[str] | None = None) -> int:
             "schema": 1,
             "triton": triton_version(),
             "shared_memory_limit": SHARED_MEMORY_LIMIT,
-            "spill_allowance": SPILL_ALLOWANCE,
             "rows": [asdict(row) | {"fits": row.fits} for row in rows],
         }
         chosen.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    if chosen.write:
+        page = chosen.write.read_text(encoding="utf-8")
+        chosen.write.write_text(with_table(page, rows), encoding="utf-8")
     return 0 if all(row.fits for row in rows) else 1
+
+
+def with_table(page: str, rows: list[Compiled]) -> str:
+    """The page with these rows between its markers, one line for both cards."""
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    lines = [
+        "| kernel | configuration | card | shared memory | registers | spilled |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.kernel} | {row.label} | {row.arch} | {row.shared} | {row.registers} | {row.spill} |"
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            before + BEGIN,
+            f"Triton {triton_version()}, bytes a block, a thread's registers and bytes.",
+            "",
+            *lines,
+            END + after,
+        ]
+    )
 
 
 def triton_version() -> str:
@@ -113,54 +139,96 @@ def cases() -> Iterator[Case]:
 def _verify_cases() -> Iterator[Case]:
     from ddtree_kernels.tree_gdn import triton as gdn
 
-    widths = (8, 16, 32, 64, 128)
-    for state in ("fp32", "bf16"):
+    for width in (8, 16, 32, 64, 128):
+        yield from _solve_cases(gdn, width, 128, "bf16")
         for exact in (False, True):
-            for width in widths if state == "fp32" else (64,):
-                yield from _verify_case(gdn, width, 128, state, "bf16", exact)
-    yield from _verify_case(gdn, 64, 256, "fp32", "bf16", False)
-    yield from _verify_case(gdn, 64, 128, "fp32", "fp32", False)
+            yield _stream_case(gdn, width, 128, "fp32", "bf16", exact)
+    yield _stream_case(gdn, 64, 128, "fp32", "bf16", False, out="fp32", count=True)
+    yield from _solve_cases(gdn, 128, 256, "bf16")
+    yield from _solve_cases(gdn, 128, 128, "fp32")
+    yield from _solve_cases(gdn, 128, 256, "fp32")
+    for exact in (False, True):
+        yield _stream_case(gdn, 64, 128, "bf16", "bf16", exact)
+        yield _stream_case(gdn, 64, 256, "fp32", "bf16", exact)
+        yield _stream_case(gdn, 64, 128, "fp32", "fp32", exact)
+    for state in ("fp32", "bf16"):
+        yield _scan_case(gdn, 128, state)
+    yield _scan_case(gdn, 256, "fp32")
 
 
-def _verify_case(gdn: Any, width: int, dim: int, state: str, dtype: str, exact: bool) -> Iterator[Case]:
-    config = gdn.verify_config(width, dim, dim, exact, half=dtype != "fp32")
-    block = gdn.block_rows(width)
-    blocks = (width + block - 1) // block
-    label = f"Q{width} K{dim} {dtype} state {state}{' exact' if exact else ''}"
-    pointers = dict.fromkeys(("a", "b", "q", "k", "v", "o"), f"*{dtype}") | {
+def _verify_types(state: str, dtype: str) -> dict[str, str]:
+    return dict.fromkeys(("a", "b", "q", "k", "v", "o"), f"*{dtype}") | {
         "A_log": "*fp32",
         "dt_bias": "*fp32",
         "pool": f"*{state}",
         "slots": "*i64",
         "bits": "*i32",
+        "recomputed": "*i64",
         "responses": "*fp32",
         "prefix_queries": "*fp32",
+        "inverses": "*fp32",
+        "facts": "*fp32",
+        "states": "*fp32",
+        "order": "*i32",
+        "reload": "*i32",
+        "keep": "*i32",
         "scale": "fp32",
         "Q": "i32",
     }
-    shared = {
+
+
+def _solve_cases(gdn: Any, width: int, dim: int, dtype: str) -> Iterator[Case]:
+    config = gdn.verify_config(dim, dim)
+    block = gdn.block_rows(width)
+    constants = {
+        "GROUP": 3,
+        "K": dim,
+        "KC": gdn.key_chunk(dim, 4 if dtype == "fp32" else 2),
+        "BQ": block,
+        "BLOCKS": (width + block - 1) // block,
+        "WORDS": (width + 31) // 32,
+        "SOLVE_PRECISION": config.solve_precision,
+    }
+    label, options = f"Q{width} K{dim} {dtype}", {"num_warps": config.solve_warps, "num_stages": 1}
+    kernels = [gdn._tree_gdn_respond_kernel]
+    if width > block:
+        kernels.insert(0, gdn._tree_gdn_invert_kernel)
+    for kernel in kernels:
+        yield Case(kernel, label, _verify_types("fp32", dtype), constants, options)
+
+
+def _stream_case(
+    gdn: Any, width: int, dim: int, state: str, dtype: str, exact: bool, out: str = "", count: bool = False
+) -> Case:
+    config = gdn.verify_config(dim, dim, exact)
+    block = gdn.block_rows(width)
+    constants = {
+        "HV": 48,
         "K": dim,
         "V": dim,
         "BQ": block,
-        "BK": dim,
+        "BLOCKS": (width + block - 1) // block,
+        "BK": config.block_k,
         "BV": config.block_v,
-        "WIDTH": blocks * block,
         "SOLVE_PRECISION": config.solve_precision,
         "STATE_PRECISION": config.state_precision,
+        "DETECT": config.detect and state == "fp32",
+        "COUNT": count,
+        "CANCELLING": gdn.CANCELLING,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    solve = gdn._tree_gdn_solve_kernel
-    for second in range(blocks):
-        constants = shared | {
-            "GROUP": 3,
-            "SECOND": second == 1,
-            "STREAM": config.fused,
-            "WORDS": (width + 31) // 32,
-        }
-        yield Case(solve, label + (" 2nd block" if second else ""), pointers, constants, options)
-    if not config.fused:
-        constants = shared | {"HV": 48, "BLOCKS": blocks}
-        yield Case(gdn._tree_gdn_stream_kernel, label, pointers, constants, options)
+    label = f"Q{width} K{dim} {dtype} state {state}{' exact' if exact else ''}"
+    types = _verify_types(state, dtype)
+    if out:
+        types |= {"o": f"*{out}", "recomputed": "*i32"}
+        label += f" out {out} counted"
+    return Case(gdn._tree_gdn_stream_kernel, label, types, constants, options)
+
+
+def _scan_case(gdn: Any, dim: int, state: str) -> Case:
+    constants = {"GROUP": 3, "HV": 48, "K": dim, "V": dim, "BK": dim, "BV": 16, "COPIES": 8}
+    types = _verify_types(state, "bf16")
+    return Case(gdn._tree_gdn_scan_kernel, f"K{dim} bf16 state {state}", types, constants, {"num_warps": 2})
 
 
 def _other_cases() -> Iterator[Case]:
@@ -231,7 +299,7 @@ def _other_cases() -> Iterator[Case]:
                     "BK": 16,
                     "BW": words,
                 },
-                {"num_warps": 1, "enable_fp_fusion": False},
+                {"num_warps": 1, "maxnreg": build.MAX_REGISTERS, "enable_fp_fusion": False},
             )
     walked = dict.fromkeys(("tokens", "parents", "node_tokens", "path", "counts", "bonus", "leaf"), "*i64")
     for width in (64, 128):
@@ -248,6 +316,13 @@ def _other_cases() -> Iterator[Case]:
             {"parents": "*i64", "bits": "*i32", "Q": "i32"},
             {"BQ": width, "DOUBLINGS": width.bit_length() - 1, "WORDS": width // 32},
             {"num_warps": 8},
+        )
+        yield Case(
+            ancestry._depth_first_kernel,
+            f"Q{width}",
+            dict.fromkeys(("bits", "order", "reload", "keep"), "*i32") | {"parents": "*i64", "Q": "i32"},
+            {"BQ": width, "WORDS": width // 32},
+            {"num_warps": 4},
         )
 
 

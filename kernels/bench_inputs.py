@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,3 +134,32 @@ def adversarial_inputs(
     inputs.A_log.fill_(math.log(-decay / math.log1p(math.e)))
     inputs.parents.copy_(parents)
     return inputs
+
+
+CAPTURED = Path(__file__).with_name("pair_inputs.npz")
+
+
+def captured_inputs(device: torch.device, path: Path = CAPTURED) -> Iterator[tuple[str, Inputs]]:
+    """One layer each of what the small trained pair gave its gated delta nets; nothing without the file.
+
+    The file holds per label: x [Q, C] after the convolution, a, b [Q, HV], A_log, dt_bias [HV], state
+    [HV, V, K], parents [Q] and heads [2] (H and HV), as `tools/gpu/kernels_plan.py --capture` writes them.
+    """
+    if not path.is_file():
+        return
+    with np.load(path) as arrays:
+        for label in sorted({name.split("/")[0] for name in arrays.files}):
+            found = {
+                name: torch.from_numpy(arrays[f"{label}/{name}"]).to(device)
+                for name in ("x", "a", "b", "A_log", "dt_bias", "state", "parents", "heads")
+            }
+            heads, value_heads = found["heads"].tolist()
+            value_dim, key_dim = found["state"].shape[1:]
+            shape = Shape(1, heads, value_heads, key_dim, value_dim)
+            template = random_inputs(shape, 1, len(found["parents"]), device, layers=1)
+            changes: dict[str, Any] = {
+                name: found[name].to(torch.bfloat16)[None, None] for name in ("x", "a", "b")
+            }
+            changes |= {name: found[name].float()[None] for name in ("A_log", "dt_bias")}
+            changes["state_pool"] = found["state"].float()[None, None].expand(1, 2, -1, -1, -1).contiguous()
+            yield label, replace(template, **changes, parents=found["parents"].long()[None])

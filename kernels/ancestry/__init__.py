@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from ddtree_kernels.ancestry.naive import (
+    DepthFirst,
     ancestor_bits_naive,
     ancestor_mask,
     chain_parents,
+    depth_first_naive,
     depths,
     window_index,
 )
 
-__all__ = ["ancestor_bits_naive", "ancestor_mask", "chain_parents", "depths", "window_index"]
+__all__ = [
+    "DepthFirst",
+    "ancestor_bits_naive",
+    "ancestor_mask",
+    "chain_parents",
+    "depth_first_naive",
+    "depths",
+    "window_index",
+]

@@ -10,6 +10,8 @@ passes it for a tree shares states between siblings, which is what the labelled 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,43 @@ def ancestor_bits_naive(parents: Tensor) -> Tensor:
     place = torch.arange(32, device=mask.device)
     value = (padded.view(batch, width, words, 32) << place).sum(-1)
     return torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
+
+
+class DepthFirst(NamedTuple):
+    """A walk over every row of a tree, parents before children and a first child right after its parent.
+
+    order   int32[N, Q], the row of every step
+    reload  int32[N, Q], where a step finds its parent's state: -2 the step before left it, -1 the prefix,
+            otherwise the copy of this number
+    keep    int32[N, Q], the number of the copy that a step leaves for later ones, -1 none; at most Q // 2
+    """
+
+    order: Tensor
+    reload: Tensor
+    keep: Tensor
+
+
+def depth_first_naive(parents: Tensor) -> DepthFirst:
+    """The walk that the scan form takes, children in row order; rows without a parent are roots."""
+    batch, width = parents.shape
+    walk = DepthFirst(*(torch.full((batch, width), -1, dtype=torch.int32) for _ in range(3)))
+    for request, row_parents in enumerate(parents.tolist()):
+        row_parents[0] = -1
+        children: dict[int, list[int]] = {}
+        for row, parent in enumerate(row_parents):
+            children.setdefault(max(parent, -1), []).append(row)
+        copies = {row: n for n, row in enumerate(r for r in range(width) if len(children.get(r, [])) > 1)}
+        stack, before = children[-1][::-1], None
+        for step in range(width):
+            row = stack.pop()
+            stack += children.get(row, [])[::-1]
+            parent = row_parents[row]
+            walk.order[request, step] = row
+            walk.keep[request, step] = copies.get(row, -1)
+            if parent >= 0:
+                walk.reload[request, step] = -2 if parent == before else copies[parent]
+            before = row
+    return walk
 
 
 def depths(parents: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_TOPK = 32
+# Said to ptxas, which otherwise saves registers for an occupancy that one program a request cannot have.
+MAX_REGISTERS = 192
 TABLE_STEPS = tl.constexpr(1024)
 
 BuilderName = Literal["best-first", "spine-first", "calibrated"]
@@ -358,6 +360,7 @@ def tree_build_unchecked(
         BK=triton.next_power_of_2(topk),
         BW=triton.next_power_of_2(words),
         num_warps=1,
+        maxnreg=MAX_REGISTERS,
         enable_fp_fusion=False,
     )
     return out

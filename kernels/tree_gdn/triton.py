@@ -1,421 +1,112 @@
-"""Gated delta rule over a tree on the GPU: the ancestor-mask WY form, one program per request and value head.
+"""Gated delta rule over a tree on the GPU, from a layer's raw inputs, in one of two forms.
 
-With L = strictly lower part of beta_i (k_i . k_j) D[i, j] and P = (q_i . k_j) D[i, j] on and below the
-diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's output is linear in v and the state:
+**WY form.** With L = strictly lower part of beta_i (k_i . k_j) D[i, j] and P = (q_i . k_j) D[i, j] on and
+below the diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's output is linear in v and S0:
 
     M   = P (I + L)^-1 diag(beta)                 [Q, Q]
     q'  = exp(G_i) q_i - M diag(exp(G_j)) k_j     [Q, K]
     o   = M v + q' S0                             two products, streamed over tiles of V
 
-so the solve happens once per request and head, not once per tile of V, and no state is written. (M is
-stored by columns of whole blocks; the corner above the diagonal blocks carries the first block's inverse to
-the second's launch.)
+The solve happens once per request and head, not once per tile of V, and no state is written. Trees of up to
+32 rows take two launches (respond, stream), wider ones three (invert diagonal blocks, respond, stream).
 
 **Why it is stable.** M[i, j] is the response of node i to a unit write at node j, q'_i that of node i to the
 prefix state: products of decays and of the contractions I - beta k k^T, so |M| <= beta and |q'_i| <= |q_i|,
-however correlated the keys are. (I + L)^-1 has the same bound. It is built by forward substitution in blocks
-of 16 rows, then by doubling, `T_2b = T_b - T_b L_off T_b`, whose factors are all inverses of diagonal blocks
+however correlated the keys are. The inverses of the diagonal blocks have the same bound. They are built by
+forward substitution in blocks of 16 rows and one doubling, whose factors are all inverses of diagonal blocks
 and hence bounded too; no power of L is ever formed.
 
-**Precision.** k and v enter products as they are stored: for 16-bit inputs `k k^T` and `q k^T` are exact
+**Precision.** k and v enter products as they are stored: for bfloat16 inputs `k k^T` and `q k^T` are exact
 products summed in float32 and normalised afterwards, and the float32 factors M are split into two 16-bit
-parts (relative rounding 2^-17). `solve_precision` and `state_precision` set the rest. Log decays are summed
-as a multiple of 2^-7, exactly, and a remainder below 1, so that differences of large sums keep their digits.
+parts (relative rounding 2^-17). The solve's own products are three bfloat16 products each, to 2^-16: they are
+small, and in tf32 they are what fails on correlated keys. Only the product with a float32 state is rounded to
+tf32, unless `exact`. Log decays are summed as a multiple of 2^-7, exactly, and a remainder below 1, so that
+differences of large sums keep their digits.
+
+**Detection.** That tf32 rounding is relative to the factors, q' and S0; where their product cancels, alone or
+against M v, it shows. Every tile compares |q'|^2 |S0|^2 / K with |o|^2 and, where the first is more than
+`CANCELLING` times the second, does its product again to float32 accuracy, in the same launch. Nothing is read
+back, so a CUDA graph holds it.
+
+**Scan form.** One program per head and tile of V walks the nodes depth first with the state in registers;
+only branches go through memory, one layer's worth, shared by all layers. All of it is float32.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
-from ddtree_kernels.ancestry.triton import ancestor_bits
+from ddtree_kernels.ancestry import DepthFirst
+from ddtree_kernels.ancestry.triton import ancestor_bits, depth_first
 from ddtree_kernels.checks import expect_dense, expect_shape
 from ddtree_kernels.errors import KernelInputError
+from ddtree_kernels.tree_gdn.dispatch import Form, choose_form
+from ddtree_kernels.tree_gdn.products import Precision
+from ddtree_kernels.tree_gdn.scan_kernel import _tree_gdn_scan_kernel
+from ddtree_kernels.tree_gdn.wy_kernels import (
+    _tree_gdn_invert_kernel,
+    _tree_gdn_respond_kernel,
+    _tree_gdn_stream_kernel,
+)
 from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_HEAD_DIM = 256
-# exp(-1000) is 0 in float32; the bound keeps the exact part of a path's log decay exact.
-LEAST_LOG_DECAY = tl.constexpr(-1000.0)
-
-Precision = Literal["tf32", "tf32x3", "bf16x3", "ieee"]
-
-
-@triton.jit
-def _dot(x, y, PRECISION: tl.constexpr):
-    """x @ y of float32 blocks. bf16x3 is split here: left to the compiler it spills on sm_90."""
-    if PRECISION == "bf16x3":
-        x_high = x.to(tl.bfloat16)
-        y_high = y.to(tl.bfloat16)
-        x_low = (x - x_high.to(tl.float32)).to(tl.bfloat16)
-        y_low = (y - y_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
-    return tl.dot(x, y, input_precision=PRECISION)
-
-
-@triton.jit
-def _dot_stored(x, y, PRECISION: tl.constexpr):
-    """x @ y for float32 x and y as stored: exact in y, x to 2^-17 when y has 16 bits."""
-    if y.dtype == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(low, y, tl.dot(high, y))
-    return _dot(x, y.to(tl.float32), PRECISION)
-
-
-@triton.jit
-def _dot_inputs(x, y, PRECISION: tl.constexpr):
-    """x @ y of two inputs as stored."""
-    if x.dtype == tl.bfloat16:
-        return tl.dot(x, y)
-    return _dot(x.to(tl.float32), y.to(tl.float32), PRECISION)
-
-
-@triton.jit
-def _unit_lower_inverse(L, BQ: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 for strictly lower triangular L [BQ, BQ]."""
-    BLOCKS: tl.constexpr = BQ // 16
-    rows = tl.arange(0, BQ)
-    block = tl.arange(0, BLOCKS)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(L, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
-    row = tl.arange(0, 16)[None, :, None]
-    column = tl.arange(0, 16)[None, None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros((BLOCKS, 16, 16), tl.float32)
-    for i in tl.range(1, 16, loop_unroll_factor=1, disable_licm=True):
-        factors = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
-        update = tl.sum(factors[:, :, None] * inverse, axis=1)
-        inverse = tl.where(row == i, inverse - update[:, None, :], inverse)
-    T = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (BQ, BQ))
-    if BQ >= 32:
-        T = _double(T, L, rows, 16, PRECISION)
-    if BQ >= 64:
-        T = _double(T, L, rows, 32, PRECISION)
-    return T
-
-
-@triton.jit
-def _double(T, L, rows, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of diagonal blocks of 2 SIZE rows from those of SIZE rows."""
-    block = rows // SIZE
-    pair = rows // (2 * SIZE)
-    off = (pair[:, None] == pair[None, :]) & (block[:, None] != block[None, :])
-    step = _dot(tl.where(off, L, 0.0), T, PRECISION)
-    return T - _dot(T, step, PRECISION)
-
-
-@triton.jit
-def _gates(a, b, rate, bias, rows, Q, stride_a, stride_b):
-    """Write strength and log decay (its exact and its remaining part) of these rows; padding has neither."""
-    valid = rows < Q
-    x = tl.load(a + rows * stride_a, mask=valid, other=0.0).to(tl.float32) + bias
-    softplus = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
-    g = tl.maximum(tl.where(valid, rate * softplus, 0.0), LEAST_LOG_DECAY)
-    exact = tl.floor(g * 128.0) * 0.0078125
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(b + rows * stride_b, mask=valid, other=0.0).to(tl.float32)))
-    return tl.where(valid, beta, 0.0), exact, g - exact
-
-
-@triton.jit
-def _seen(bits, rows, columns, Q, WORDS: tl.constexpr):
-    """[rows, columns]: is the column's node the row's ancestor or itself."""
-    valid = (rows[:, None] < Q) & (columns[None, :] < Q)
-    words = tl.load(bits + rows[:, None] * WORDS + columns[None, :] // 32, mask=valid, other=0)
-    return ((words >> (columns[None, :] % 32)) & 1) != 0
-
-
-@triton.jit
-def _rows(x, rows, columns, Q, K, stride):
-    """x[rows, columns] as stored, zero beyond Q and K."""
-    mask = (rows[:, None] < Q) & (columns[None, :] < K)
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _path_sums(seen, exact, rest):
-    """Both parts of the log decay summed over the columns that every row sees."""
-    return tl.sum(tl.where(seen, exact[None, :], 0.0), axis=1), tl.sum(
-        tl.where(seen, rest[None, :], 0.0), axis=1
-    )
-
-
-@triton.jit
-def _decay(seen, exact_to, rest_to, exact_from, rest_from):
-    """Decay from every column's node to every row's, 0 where it is not seen (exp of -inf)."""
-    log_decay = (exact_to[:, None] - exact_from[None, :]) + (rest_to[:, None] - rest_from[None, :])
-    return tl.exp(tl.where(seen, log_decay, float("-inf")))
-
-
-@triton.jit
-def _state_tile(pool, values, channels, slot, K, V):
-    """S0[values, channels] as stored, zero without a slot."""
-    mask = (values[:, None] < V) & (channels[None, :] < K) & (slot >= 0)
-    return tl.load(pool + values[:, None] * K + channels[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _inverse_norm(x):
-    x = x.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)
-
-
-@triton.jit
-def _block_inverse(
-    a,
-    b,
-    k,
-    bits,
-    rate,
-    bias,
-    rows,
-    channels,
-    Q,
-    stride_aq,
-    stride_bq,
-    stride_kq,
-    K: tl.constexpr,
-    BQ: tl.constexpr,
-    WORDS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One block of rows: keys and their norms, gates, path sums and decays within the block, (I + L)^-1."""
-    beta, exact, rest = _gates(a, b, rate, bias, rows, Q, stride_aq, stride_bq)
-    seen = _seen(bits, rows, rows, Q, WORDS)
-    exact_sum, rest_sum = _path_sums(seen, exact, rest)
-    keys = _rows(k, rows, channels, Q, K, stride_kq)
-    key_norm = _inverse_norm(keys)
-    decay = _decay(seen, exact_sum, rest_sum, exact_sum, rest_sum) * key_norm[None, :]
-    L = _dot_inputs(keys, tl.trans(keys), PRECISION) * decay * (beta * key_norm)[:, None]
-    T = _unit_lower_inverse(tl.where(rows[:, None] > rows[None, :], L, 0.0), BQ, PRECISION)
-    return keys, key_norm, beta, exact_sum, rest_sum, decay, T
-
-
-@triton.jit
-def _tree_gdn_solve_kernel(
-    a,
-    b,
-    A_log,
-    dt_bias,
-    q,
-    k,
-    v,
-    pool,
-    slots,
-    bits,
-    o,
-    responses,
-    prefix_queries,
-    scale,
-    Q,
-    stride_an,
-    stride_aq,
-    stride_bn,
-    stride_bq,
-    stride_qn,
-    stride_qq,
-    stride_kn,
-    stride_kq,
-    stride_vn,
-    stride_vq,
-    stride_slot,
-    stride_on,
-    stride_oq,
-    stride_slots,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BQ: tl.constexpr,
-    SECOND: tl.constexpr,
-    STREAM: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WORDS: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
-):
-    """M and q' of rows 0..BQ - 1, or with SECOND of BQ..2 BQ - 1, which respond to the first block as well.
-
-    STREAM goes on to the outputs; otherwise M and q' are left in memory for `_tree_gdn_stream_kernel`.
-    """
-    head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    a += request * stride_an + head
-    b += request * stride_bn + head
-    q += request * stride_qn + (head // GROUP) * K
-    k += request * stride_kn + (head // GROUP) * K
-    bits += request * Q * WORDS
-    rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
-    bias = tl.load(dt_bias + head).to(tl.float32)
-    channels = tl.arange(0, BK)
-    rows = tl.arange(0, BQ)
-    own = rows
-    if SECOND:
-        own = BQ + rows
-    keys, key_norm, beta, exact_sum, rest_sum, decay, T = _block_inverse(
-        a,
-        b,
-        k,
-        bits,
-        rate,
-        bias,
-        own,
-        channels,
-        Q,
-        stride_aq,
-        stride_bq,
-        stride_kq,
-        K,
-        BQ,
-        WORDS,
-        SOLVE_PRECISION,
-    )
-    place = (request * tl.num_programs(0) + head) * Q
-    if WIDTH > BQ and not SECOND:
-        # For the second block's launch, in the corner of the responses that is never read.
-        tl.store(responses + (place + rows[:, None]) * WIDTH + BQ + rows[None, :], T)
-    queries = _rows(q, own, channels, Q, K, stride_qq)
-    query_norm = _inverse_norm(queries) * scale
-    P = _dot_inputs(queries, tl.trans(keys), SOLVE_PRECISION) * decay * query_norm[:, None]
-    M = _dot(P, T, SOLVE_PRECISION)
-    if SECOND:
-        beta_a, exact_a, rest_a = _gates(a, b, rate, bias, rows, Q, stride_aq, stride_bq)
-        seen = _seen(bits, own, rows, Q, WORDS)
-        exact_before, rest_before = _path_sums(seen, exact_a, rest_a)
-        exact_sum += exact_before
-        rest_sum += rest_before
-        exact_sum_a, rest_sum_a = _path_sums(_seen(bits, rows, rows, Q, WORDS), exact_a, rest_a)
-        keys_a = _rows(k, rows, channels, Q, K, stride_kq)
-        norm_a = _inverse_norm(keys_a)
-        decay = _decay(seen, exact_sum, rest_sum, exact_sum_a, rest_sum_a) * norm_a[None, :]
-        L = _dot_inputs(keys, tl.trans(keys_a), SOLVE_PRECISION) * decay * (beta * key_norm)[:, None]
-        P = _dot_inputs(queries, tl.trans(keys_a), SOLVE_PRECISION) * decay * query_norm[:, None]
-        P -= _dot(M, L, SOLVE_PRECISION)
-        T_a = tl.load(responses + (place + rows[:, None]) * WIDTH + BQ + rows[None, :])
-        M_a = _dot(P, T_a, SOLVE_PRECISION) * beta_a[None, :]
-    M = M * beta[None, :]
-    prefix_decay = tl.exp(exact_sum + rest_sum)
-    prefix_query = queries.to(tl.float32) * (prefix_decay * query_norm)[:, None]
-    prefix_query -= _dot_stored(M * (prefix_decay * key_norm)[None, :], keys, SOLVE_PRECISION)
-    if SECOND:
-        key_decay = tl.exp(exact_sum_a + rest_sum_a) * norm_a
-        prefix_query -= _dot_stored(M_a * key_decay[None, :], keys_a, SOLVE_PRECISION)
-
-    valid = own[:, None] < Q
-    if STREAM:
-        v += request * stride_vn + head * V
-        o += request * stride_on + head * V + own[:, None] * stride_oq
-        slot = tl.load(slots + request * stride_slots).to(tl.int64)
-        pool += slot * stride_slot + head.to(tl.int64) * K * V
-        for tile in range(tl.cdiv(V, BV)):
-            values = tile * BV + tl.arange(0, BV)
-            state = _state_tile(pool, values, channels, slot, K, V)
-            out = _dot_stored(prefix_query, tl.trans(state), STATE_PRECISION)
-            out += _dot_stored(M, _rows(v, rows, values, Q, V, stride_vq), SOLVE_PRECISION)
-            mask = valid & (values[None, :] < V)
-            tl.store(o + values[None, :], out.to(o.dtype.element_ty), mask=mask)
-    else:
-        place += own[:, None]
-        tl.store(
-            prefix_queries + place * K + channels[None, :], prefix_query, mask=valid & (channels < K)[None, :]
-        )
-        if SECOND:
-            tl.store(responses + place * WIDTH + rows[None, :], M_a, mask=valid)
-        tl.store(responses + place * WIDTH + own[None, :], M, mask=valid)
-
-
-@triton.jit
-def _tree_gdn_stream_kernel(
-    v,
-    pool,
-    slots,
-    o,
-    responses,
-    prefix_queries,
-    Q,
-    stride_vn,
-    stride_vq,
-    stride_slot,
-    stride_on,
-    stride_oq,
-    stride_slots,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BQ: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr,
-    STATE_PRECISION: tl.constexpr,
-):
-    """o = M v + q' S0 for one block of rows and one tile of value channels."""
-    values = tl.program_id(0) * BV + tl.arange(0, BV)
-    head = tl.program_id(1)
-    request = (tl.program_id(2) // BLOCKS).to(tl.int64)
-    block = tl.program_id(2) % BLOCKS
-    rows = tl.arange(0, BQ)
-    own = block * BQ + rows
-    channels = tl.arange(0, BK)
-    slot = tl.load(slots + request * stride_slots).to(tl.int64)
-    v += request * stride_vn + head * V
-    valid = own[:, None] < Q
-    place = (request * HV + head) * Q + own[:, None]
-    state = _state_tile(pool + slot * stride_slot + head.to(tl.int64) * K * V, values, channels, slot, K, V)
-    prefix_query = tl.load(
-        prefix_queries + place * K + channels[None, :], mask=valid & (channels < K)[None, :], other=0.0
-    )
-    out = _dot_stored(prefix_query, tl.trans(state), STATE_PRECISION)
-    for column in tl.static_range(BLOCKS):
-        if column <= block:
-            M = tl.load(responses + place * WIDTH + column * BQ + rows[None, :], mask=valid, other=0.0)
-            out += _dot_stored(M, _rows(v, column * BQ + rows, values, Q, V, stride_vq), SOLVE_PRECISION)
-    mask = valid & (values[None, :] < V)
-    o += request * stride_on + head * V
-    tl.store(o + own[:, None] * stride_oq + values[None, :], out.to(o.dtype.element_ty), mask=mask)
+# How far |q'|^2 |S0|^2 / K may pass |o|^2 before a tile's tf32 product is done again. Truncating both factors
+# costs about 1e-3 of their product, so at 4 (twice the length) the output keeps 2e-3.
+CANCELLING = 4.0
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """How the kernels are launched and how their float32 products are rounded.
+    """How the WY form's kernels are launched and how their float32 products are rounded.
 
-    fused            one launch (Q <= 64): M and q' stay in registers and the tiles of V stream past them.
-                     Otherwise two: they go through memory (one layer's, shared by all) and every tile of V
-                     has its own program
-    block_v          value channels a tile
-    solve_precision  products of the triangular solve and the key products of 32-bit inputs
-    state_precision  the product with a float32 state
+    block_v, block_k   value channels a program streams, key channels it takes at a time
+    num_warps, num_stages            of the stream kernel
+    solve_warps                      of the invert and respond kernels
+    solve_precision    products of the triangular solve and the key products of 32-bit inputs
+    state_precision    the product with a float32 state
+    detect             do tiles again whose state product cancels
     """
 
-    fused: bool = True
-    block_v: int = 64
-    num_warps: int = 8
+    block_v: int = 32
+    block_k: int = 64
+    num_warps: int = 4
     num_stages: int = 2
-    solve_precision: Precision = "tf32"
+    solve_warps: int = 4
+    solve_precision: Precision = "bf16x3"
     state_precision: Precision = "tf32"
+    detect: bool = True
 
 
 FAST = VerifyConfig()
-EXACT = VerifyConfig(fused=False, block_v=32, solve_precision="bf16x3", state_precision="bf16x3")
+EXACT = VerifyConfig(state_precision="bf16x3", detect=False)
 
 
-def verify_config(
-    width: int, key_dim: int, value_dim: int, exact: bool = False, half: bool = True
-) -> VerifyConfig:
-    """The launch configuration for Q, K and V; `half`: 16-bit inputs. Fits 99 KB of shared memory a block."""
+class Scratch(NamedTuple):
+    """What the WY form leaves between its launches, float32; one layer's, shared by all layers of a step.
+
+    responses       [N, HV, Q, Q rounded up], M; blocks right of the diagonal stay unwritten
+    prefix_queries  [N, HV, Q, K], q'
+    inverses        [N, HV, Q rounded up, block], diagonal blocks of (I + L)^-1
+    facts           [N, HV, 4, Q rounded up], what a block needs to know of the nodes of another
+    """
+
+    responses: Tensor
+    prefix_queries: Tensor
+    inverses: Tensor
+    facts: Tensor
+
+
+def verify_config(key_dim: int, value_dim: int, exact: bool = False) -> VerifyConfig:
+    """The launch configuration for these head dimensions: no spills, within 99 KB of shared memory."""
     config = EXACT if exact else FAST
-    if width > 64 or key_dim > 128 or not half:
-        config = replace(config, fused=False, block_v=16 if key_dim > 128 else 32, num_stages=1)
-    elif width <= 32:
-        config = replace(config, num_warps=4)
-    return replace(config, block_v=max(16, min(config.block_v, triton.next_power_of_2(value_dim))))
+    block_k = min(config.block_k, max(16, triton.next_power_of_2(key_dim)))
+    block_v = max(16, min(config.block_v, triton.next_power_of_2(value_dim)))
+    return replace(config, block_k=block_k, block_v=block_v, solve_warps=4 if key_dim <= 128 else 8)
 
 
 def tree_gdn_verify(
@@ -435,6 +126,8 @@ def tree_gdn_verify(
     exact: bool = False,
     out: Tensor | None = None,
     config: VerifyConfig | None = None,
+    form: Form | Literal["auto"] = "wy",
+    recomputed: Tensor | None = None,
 ) -> Tensor:
     """Outputs [N, Q, HV, V] of a tree from a layer's raw inputs; the pool is only read.
 
@@ -443,22 +136,34 @@ def tree_gdn_verify(
                 last two dimensions contiguous, so views into SGLang's [N * Q, C] convolution output pass
     state_pool  [slots, HV, V, K], float32 or bfloat16, a slot contiguous
     slots       int[N], negative: no prefix (zero state)
-    parents     int[N, Q <= 128], see `ddtree_kernels.ancestry`; not read when `bits` is given
+    parents     int[N, Q <= 128], see `ddtree_kernels.ancestry`; the WY form reads `bits` instead, if given
     bits        int32[N, Q, ceil(Q / 32)], contiguous, of `ancestor_bits`: one for every layer of a step
     scale       of q, default K ** -0.5
     exact       all products to float32 accuracy (error <= 1e-4 before rounding to v's dtype)
     out         where to write; default a new tensor in v's dtype
+    form        "wy", "scan" (always exact), or "auto": what `choose_form` says for this shape
+    recomputed  int32[1], counts the tiles that were done again
 
     Raises `KernelInputError` naming the tensor.
     """
     _check(a, b, A_log, dt_bias, q, k, v, state_pool, slots, parents, bits, out)
+    batch, width, _, value_dim = v.shape
+    key_dim = q.shape[3]
     bits = ancestor_bits(parents) if bits is None else bits
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    config = config or verify_config(v.shape[1], q.shape[3], v.shape[3], exact, v.element_size() == 2)
-    scratch = None if config.fused else verify_scratch(v, q.shape[3])
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = key_dim**-0.5 if scale is None else scale
+    if form == "auto":
+        form = choose_form(batch, width)
+    if form == "scan":
+        walk = depth_first(parents, bits)
+        states = scan_scratch(v, key_dim)
+        return tree_gdn_scan_unchecked(
+            a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
+        )
+    config = config or verify_config(key_dim, value_dim, exact)
+    scratch = verify_scratch(v, key_dim)
     return tree_gdn_verify_unchecked(
-        a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config
+        a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config, recomputed
     )
 
 
@@ -474,77 +179,80 @@ def tree_gdn_verify_unchecked(
     slots: Tensor,
     bits: Tensor,
     out: Tensor,
-    scratch: tuple[Tensor, Tensor] | None,
+    scratch: Scratch,
     scale: float,
     config: VerifyConfig,
+    recomputed: Tensor | None = None,
 ) -> Tensor:
-    """The hot path of `tree_gdn_verify`: no check, no allocation, no synchronisation.
+    """The hot path of `tree_gdn_verify` in the WY form: no check, no allocation, no synchronisation.
 
-    `scratch` is `verify_scratch` when `config` is not fused; one serves all layers of a step.
+    `scratch` is `verify_scratch`; one serves all layers of a step.
     """
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     block = block_rows(width)
     blocks = (width + block - 1) // block
-    responses, prefix_queries = (out, out) if scratch is None else scratch
-    constants = {
-        "K": key_dim,
-        "V": value_dim,
-        "BQ": block,
-        "BK": max(16, triton.next_power_of_2(key_dim)),
-        "BV": config.block_v,
-        "WIDTH": blocks * block,
-        "SOLVE_PRECISION": config.solve_precision,
-        "STATE_PRECISION": config.state_precision,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+    constants = {"K": key_dim, "BQ": block, "BLOCKS": blocks, "SOLVE_PRECISION": config.solve_precision}
+    solve = {
+        "GROUP": heads // key_heads,
+        "KC": key_chunk(key_dim, q.element_size()),
+        "WORDS": bits.shape[2],
+        "num_warps": config.solve_warps,
+        "num_stages": 1,
     }
-    for second in range(blocks):
-        _tree_gdn_solve_kernel[(heads, batch)](
+    if blocks > 1:
+        _tree_gdn_invert_kernel[(heads, blocks, batch)](
             a,
             b,
             A_log,
             dt_bias,
-            q,
             k,
-            v,
-            state_pool,
-            slots,
             bits,
-            out,
-            responses,
-            prefix_queries,
-            scale,
+            scratch.inverses,
+            scratch.facts,
             width,
             a.stride(0),
             a.stride(1),
             b.stride(0),
             b.stride(1),
-            q.stride(0),
-            q.stride(1),
             k.stride(0),
             k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            state_pool.stride(0),
-            out.stride(0),
-            out.stride(1),
-            slots.stride(0),
-            GROUP=heads // key_heads,
-            SECOND=second == 1,
-            STREAM=config.fused,
-            WORDS=bits.shape[2],
             **constants,
+            **solve,
         )
-    if config.fused:
-        return out
+    _tree_gdn_respond_kernel[(heads, blocks, batch)](
+        a,
+        b,
+        A_log,
+        dt_bias,
+        q,
+        k,
+        bits,
+        scratch.inverses,
+        scratch.facts,
+        scratch.responses,
+        scratch.prefix_queries,
+        scale,
+        width,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        **constants,
+        **solve,
+    )
     _tree_gdn_stream_kernel[(triton.cdiv(value_dim, config.block_v), heads, batch * blocks)](
         v,
         state_pool,
         slots,
         out,
-        responses,
-        prefix_queries,
+        scratch.responses,
+        scratch.prefix_queries,
+        slots if recomputed is None else recomputed,
         width,
         v.stride(0),
         v.stride(1),
@@ -553,24 +261,114 @@ def tree_gdn_verify_unchecked(
         out.stride(1),
         slots.stride(0),
         HV=heads,
-        BLOCKS=blocks,
+        V=value_dim,
+        BK=config.block_k,
+        BV=config.block_v,
+        STATE_PRECISION=config.state_precision,
+        DETECT=config.detect and state_pool.dtype == torch.float32,
+        COUNT=recomputed is not None,
+        CANCELLING=CANCELLING,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **constants,
     )
     return out
 
 
-def verify_scratch(v: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
-    """Where the unfused form leaves M float32[N, HV, Q, Q rounded up] and q' float32[N, HV, Q, K]."""
+def verify_scratch(v: Tensor, key_dim: int) -> Scratch:
+    """Buffers for `tree_gdn_verify_unchecked`: 2.8 MiB for one request of 64 nodes at HV 48, K 128."""
     batch, width, heads, _ = v.shape
     block = block_rows(width)
     columns = (width + block - 1) // block * block
-    responses = torch.empty(batch, heads, width, columns, dtype=torch.float32, device=v.device)
-    return responses, torch.empty(batch, heads, width, key_dim, dtype=torch.float32, device=v.device)
+
+    def buffer(*shape: int) -> Tensor:
+        return torch.empty(batch, heads, *shape, dtype=torch.float32, device=v.device)
+
+    return Scratch(buffer(width, columns), buffer(width, key_dim), buffer(columns, block), buffer(4, columns))
+
+
+def tree_gdn_scan_unchecked(
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    walk: DepthFirst,
+    out: Tensor,
+    states: Tensor,
+    scale: float,
+    block_v: int = 16,
+    num_warps: int = 2,
+) -> Tensor:
+    """The hot path in the scan form: one launch, no check, no allocation, no synchronisation.
+
+    walk    `ddtree_kernels.ancestry.triton.depth_first`, one for every layer of a step
+    states  `scan_scratch`, one for all layers
+    """
+    batch, width, heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    block_v = min(block_v, triton.next_power_of_2(value_dim))
+    _tree_gdn_scan_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
+        a,
+        b,
+        A_log,
+        dt_bias,
+        q,
+        k,
+        v,
+        state_pool,
+        slots,
+        *walk,
+        out,
+        states,
+        scale,
+        width,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        state_pool.stride(0),
+        out.stride(0),
+        out.stride(1),
+        slots.stride(0),
+        GROUP=heads // key_heads,
+        HV=heads,
+        K=key_dim,
+        V=value_dim,
+        BK=triton.next_power_of_2(key_dim),
+        BV=block_v,
+        COPIES=states.shape[2],
+        num_warps=num_warps,
+    )
+    return out
+
+
+def scan_scratch(v: Tensor, key_dim: int) -> Tensor:
+    """States that branches leave for their later children: float32[N, HV, Q // 2, V, K], one at least."""
+    batch, width, heads, value_dim = v.shape
+    copies = max(1, width // 2)
+    return torch.empty(batch, heads, copies, value_dim, key_dim, dtype=torch.float32, device=v.device)
+
+
+def key_chunk(key_dim: int, element_size: int) -> int:
+    """Key channels that the solve takes at a time: what keeps a product's operands in registers."""
+    channels: int = max(16, triton.next_power_of_2(key_dim))
+    return min(channels, 64 if element_size == 2 else 16)
 
 
 def block_rows(width: int) -> int:
-    """Rows that one solve handles: Q up to 64 is one block, more is two."""
-    return 16 if width <= 16 else 32 if width <= 32 else 64
+    """Rows that one program of the solve handles."""
+    return 16 if width <= 16 else 32
 
 
 def _check(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ddtree_kernels import aot
@@ -26,9 +27,7 @@ def test_kernels_compile_offline_for_both_cards(tmp_path):
     assert all(row["registers"] > 0 and row["spill"] == 0 and row["fits"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("shared", "spill", "fits"), [(101376, 0, True), (101377, 0, False), (0, aot.SPILL_ALLOWANCE + 1, False)]
-)
+@pytest.mark.parametrize(("shared", "spill", "fits"), [(101376, 0, True), (101377, 0, False), (0, 4, False)])
 def test_what_does_not_fit_a_card_is_marked(shared, spill, fits):
     assert aot.Compiled("k", "l", "sm_120", shared, 255, spill, 1.0).fits is fits
 
@@ -36,5 +35,27 @@ def test_what_does_not_fit_a_card_is_marked(shared, spill, fits):
 def test_every_shipped_width_is_covered():
     labels = {(case.kernel.__name__, case.label) for case in aot.cases()}
     for width in (8, 16, 32, 64, 128):
+        assert ("_tree_gdn_respond_kernel", f"Q{width} K128 bf16") in labels
         for exact in ("", " exact"):
-            assert ("_tree_gdn_solve_kernel", f"Q{width} K128 bf16 state fp32{exact}") in labels
+            assert ("_tree_gdn_stream_kernel", f"Q{width} K128 bf16 state fp32{exact}") in labels
+
+
+def test_the_page_shows_every_configuration_and_all_of_them_fit():
+    page = (Path(__file__).parents[3] / "docs/kernels.md").read_text(encoding="utf-8")
+    table = page.split(aot.BEGIN)[1].split(aot.END)[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")][1:]
+    shown = {(row[0], row[1], row[2]) for row in rows}
+    cases = [(case.kernel.__name__.strip("_").removesuffix("_kernel"), case.label) for case in aot.cases()]
+    assert shown == {(*case, f"sm_{arch}") for case in cases for arch in aot.ARCHITECTURES}
+    assert all(int(row[3]) <= aot.SHARED_MEMORY_LIMIT and row[5] == "0" for row in rows)
+
+
+def test_the_table_replaces_what_stands_between_the_markers():
+    row = aot.Compiled("k", "Q8", "sm_90", 1024, 64, 0, 1.0)
+    page = f"a\n{aot.BEGIN}\nold\n{aot.END}\nz\n"
+    once = aot.with_table(page, [row])
+    assert "| k | Q8 | sm_90 | 1024 | 64 | 0 |" in once
+    assert "old" not in once
+    assert once.startswith("a\n")
+    assert once.endswith("z\n")
+    assert aot.with_table(once, [row]) == once

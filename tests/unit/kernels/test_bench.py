@@ -1,48 +1,105 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
-from ddtree_kernels import bench
-from ddtree_kernels.bench_inputs import random_parents
+from ddtree_kernels import bench, bench_inputs
+from ddtree_kernels.bench_inputs import captured_inputs, random_parents
+from ddtree_kernels.bench_targets import TARGETS, summary
+from ddtree_kernels.bench_timing import Place
+from ddtree_kernels.bench_verify import verify_error
 
 
 def test_a_rehearsal_takes_every_measurement_within_its_error(tmp_path):
     assert bench.main(["--tiny", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "bench.json").read_text())
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    found = json.loads((tmp_path / "summary.json").read_text())
     assert report["failures"] == {}
-    assert [row["id"] for row in summary["targets"]] == list(bench.TARGETS)
-    for row in summary["targets"]:
+    assert [row["id"] for row in found["targets"]] == list(TARGETS)
+    for row in found["targets"]:
         assert row["raw"] == "bench.json"
         if row["error_target"] is not None:
             assert row["error"] < row["error_target"], row
     errors = report["results"]["numerics"]["errors"]
     assert all(error == 0 for name, error in errors.items() if name.endswith("-repeat") or name == "build")
     assert errors["commit"] < 1e-2
+    table = json.loads((tmp_path / "dispatch.json").read_text())
+    assert {row["form"] for row in table["rows"]} <= {"wy", "scan"}
+
+
+def test_ratios_and_floors_come_from_the_same_run():
+    results = {
+        "bandwidth": {"bytes_per_second": 4e12},
+        "stock": {"verify-n1-q64": {"milliseconds": 7.2}},
+        "verify-n1-q64": {"milliseconds": 0.6, "floor_bytes": 4e9, "error": 1e-3},
+        "commit-n8": {"milliseconds": 3.0, "floor_bytes": 8e9},
+        "verify-n4-q64": {"milliseconds": 1.0},
+    }
+    rows = {row["id"]: row for row in summary({"hardware": "card"}, results, "bench.json")["targets"]}
+    assert rows["verify-n1-q64"]["figure"] == pytest.approx(12)
+    assert rows["verify-n1-q64"]["floor_milliseconds"] == pytest.approx(1.0)
+    assert rows["commit-n8"]["figure"] == pytest.approx(1.5)
+    assert rows["verify-n4-q64"]["figure"] is None
 
 
 def test_a_failing_measurement_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
-    def broken(self):
+    def broken(place):
         raise RuntimeError("no such kernel")
 
-    for name in ("numerics", "verify", "adversarial", "commit", "build_walk", "conv"):
-        monkeypatch.setattr(bench.Bench, name, lambda self, *a, **k: {"figure": 1.0})
-    monkeypatch.setattr(bench.Bench, "memory", lambda self, width: broken(self))
-    assert bench.main(["--tiny", "--out", str(tmp_path)]) == 1
+    monkeypatch.setitem(bench.MEASUREMENTS, "memory-q64", broken)
+    only = ["memory-q64", "bandwidth"]
+    assert bench.main(["--tiny", "--out", str(tmp_path), "--only", *only]) == 1
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["failures"] == {"memory-q64": "RuntimeError: no such kernel"}
-    rows = {row["id"]: row for row in json.loads((tmp_path / "summary.json").read_text())["targets"]}
-    assert rows["memory-q64"]["figure"] is None
-    assert rows["commit-n8"]["figure"] == 1.0
+    assert list(report["results"]) == ["bandwidth"]
+
+
+def test_a_measurement_that_dies_in_its_process_leaves_the_others(tmp_path, monkeypatch):
+    """As a fault on a card ends it: what the process said last is kept."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = []
+
+    def run(command, **_):
+        asked.append(command[command.index("--one") + 1])
+        if asked[-1] == "memory-q64":
+            return subprocess.CompletedProcess(command, 1, "", "an illegal memory access")
+        result = {"figure": 1.0, "environment": {"hardware": "card", "versions": {"torch": "2"}}}
+        (tmp_path / f"{asked[-1]}.json").write_text(json.dumps(result))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert bench.main(["--out", str(tmp_path), "--only", "memory-q64", "build-walk"]) == 1
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert asked == ["build-walk", "memory-q64"]
+    assert "an illegal memory access" in report["failures"]["memory-q64"]
+    assert report["results"]["build-walk"]["figure"] == 1.0
+    assert report["hardware"] == "card"
+
+
+def test_one_measurement_runs_in_a_process_of_its_own(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "ddtree_kernels.bench",
+        "--tiny",
+        "--one",
+        "memory-q64",
+        "--out",
+        tmp_path,
+    ]
+    subprocess.run(command, check=True, timeout=120)
+    assert json.loads((tmp_path / "memory-q64.json").read_text())["figure"] > 0
 
 
 def test_measurements_past_the_time_budget_are_left_out(tmp_path):
     assert bench.main(["--tiny", "--budget-s", "0", "--out", str(tmp_path)]) == 1
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["results"] == {}
-    assert set(bench.TARGETS) <= set(report["failures"])
+    assert set(TARGETS) <= set(report["failures"])
 
 
 def test_without_a_card_the_environment_is_at_fault(monkeypatch, capsys):
@@ -54,6 +111,27 @@ def test_without_a_card_the_environment_is_at_fault(monkeypatch, capsys):
 def test_the_dry_run_lists_the_targets(capsys):
     assert bench.main(["--dry-run"]) == 0
     assert "verify-n1-q64              times faster than stock: >= 12" in capsys.readouterr().out
+
+
+def test_captured_layers_run_as_inputs(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": rng.normal(size=(6, 2 * 16 + 2 * 8)), "a": rng.normal(size=(6, 2)), "b": rng.normal(size=(6, 2)),
+        "A_log": rng.normal(size=2), "dt_bias": rng.normal(size=2), "state": rng.normal(size=(2, 8, 16)),
+        "parents": np.array([-1, 0, 0, 1, 1, 2]), "heads": np.array([1, 2]),
+    }  # fmt: skip
+    path = tmp_path / "pair.npz"
+    np.savez(path, **{f"layer0/{name}": array for name, array in arrays.items()})
+    ((label, inputs),) = captured_inputs(torch.device("cpu"), path)
+    assert label == "layer0"
+    assert torch.equal(inputs.parents, torch.from_numpy(arrays["parents"])[None])
+    assert verify_error(inputs, exact=True) < 1e-4
+    assert list(captured_inputs(torch.device("cpu"), tmp_path / "none.npz")) == []
+
+
+def test_a_rehearsal_is_small():
+    place = Place(bench_inputs.TINY, torch.device("cpu"), tiny=True)
+    assert (place.widths(64), place.widths(16), place.batches(8)) == (8, 4, 2)
 
 
 @pytest.mark.parametrize("width", [1, 16, 64])

@@ -1,4 +1,4 @@
-"""The verify kernel in Triton's interpreter (float32 products, no tensor-core rounding) against float64."""
+"""The verify kernels in Triton's interpreter against float64: with float32 products, and as shipped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ddtree_kernels.ancestry import ancestor_bits_naive
-from ddtree_kernels.ancestry.triton import ancestor_bits
+from ddtree_kernels.ancestry import ancestor_bits_naive, depth_first_naive
+from ddtree_kernels.ancestry.triton import ancestor_bits, depth_first
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn import tree_gdn_verify_naive
 from ddtree_kernels.tree_gdn.triton import tree_gdn_verify, verify_config
@@ -15,9 +15,18 @@ from ddtree_kernels.tree_gdn.triton import tree_gdn_verify, verify_config
 from .cases import SHAPES, layer, parents_of, relative_error
 
 
+def plain_products(case):
+    """The configuration of this case with float32 products, which show an algorithm's own error."""
+    _, _, key_dim, value_dim = case.sizes
+    config = verify_config(key_dim, value_dim)
+    return replace(config, solve_precision="ieee", state_precision="ieee", detect=False)
+
+
 def check(case, bound=2e-6, **options):
     exact = case.to(torch.float64)
     expected = tree_gdn_verify_naive(*exact.verify_args(exact.x))
+    if "exact" not in options:
+        options = {"config": plain_products(case)} | options
     out = tree_gdn_verify(*case.verify_args(case.x), **options)
     assert relative_error(out, expected) < bound
     return out
@@ -26,36 +35,35 @@ def check(case, bound=2e-6, **options):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("width", [1, 8, 16, 31, 64])
 def test_outputs_equal_forked_states(shape, width):
-    check(layer(shape, width=width, dtype=torch.float32))
+    check(layer(shape, width=width, heads=1, value_heads=2, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("shape", ["random", "chain", "padded"])
-@pytest.mark.parametrize("width", [65, 100, 128])
-def test_wide_trees_continue_over_two_blocks(shape, width):
-    check(layer(shape, batch=1, width=width, heads=1, value_heads=2, dtype=torch.float32))
+@pytest.mark.parametrize(
+    ("shape", "width"), [("random", 65), ("chain", 128), ("padded", 100), ("random", 128)]
+)
+def test_wide_trees_continue_over_four_blocks(shape, width):
+    check(layer(shape, batch=1, width=width, heads=1, value_heads=1, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("decay", [-1e-3, -1.0, -20.0, -80.0])
 @pytest.mark.parametrize("shape", ["random", "chain"])
 def test_extreme_decays(shape, decay):
-    check(layer(shape, batch=1, width=64, decay=decay, dtype=torch.float32))
+    check(layer(shape, batch=1, width=64, heads=1, value_heads=1, decay=decay, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_weak_decays_after_strong_ones(width):
-    case = layer("chain", batch=1, width=width, dtype=torch.float32)
+    case = layer("chain", batch=1, width=width, heads=1, value_heads=1, dtype=torch.float32)
     case.a[:, : width // 2] = 200.0
     case.a[:, width // 2 :] = -5.0
     check(case)
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9, 0.99])
-@pytest.mark.parametrize(("shape", "width"), [("random", 64), ("chain", 64), ("chain", 128)])
+@pytest.mark.parametrize(("shape", "width"), [("random", 64), ("chain", 128)])
 def test_correlated_keys_with_weak_decay(correlation, shape, width):
-    case = layer(
-        shape, batch=1, width=width, key_dim=32, decay=-1e-3, correlation=correlation, dtype=torch.float32
-    )
-    check(case, bound=1e-5)
+    sizes = {"batch": 1, "width": width, "heads": 1, "value_heads": 1, "key_dim": 32}
+    check(layer(shape, **sizes, decay=-1e-3, correlation=correlation, dtype=torch.float32), bound=1e-5)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 8), (24, 40), (128, 128), (256, 256)])
@@ -78,12 +86,12 @@ def test_head_shapes(key_dim, value_dim, heads, value_heads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_are_exact_in_the_products(dtype):
     """Written as float32, the result has no trace of 16-bit intermediate rounding."""
-    case = layer("random", width=40, dtype=torch.float32)
+    case = layer("random", batch=1, width=40, dtype=torch.float32)
     low = replace(case, x=case.x.to(dtype), a=case.a.to(dtype), b=case.b.to(dtype))
     exact = replace(case.to(torch.float64), x=low.x.double(), a=low.a.double(), b=low.b.double())
     expected = tree_gdn_verify_naive(*exact.verify_args(exact.x))
     out = torch.empty(expected.shape, dtype=torch.float32)
-    tree_gdn_verify(*low.verify_args(low.x), out=out)
+    tree_gdn_verify(*low.verify_args(low.x), out=out, config=plain_products(low))
     assert relative_error(out, expected) < 1e-5
     assert tree_gdn_verify(*low.verify_args(low.x)).dtype == dtype
 
@@ -116,7 +124,7 @@ def test_strided_views_of_the_convolution_output_pass_without_copies():
         parents=parents.int(),
     )
     assert not strided.x.is_contiguous()
-    assert torch.equal(check(strided), tree_gdn_verify(*case.verify_args(case.x)))
+    assert torch.equal(check(strided), check(case))
 
 
 def test_pools_with_a_pitch_between_slots_pass():
@@ -134,13 +142,24 @@ def test_a_permutation_of_slots_changes_nothing():
     assert torch.equal(once, again)
 
 
-@pytest.mark.parametrize("width", [8, 20, 64])
-def test_one_launch_or_two_and_other_tile_sizes_change_nothing(width):
-    case = layer("random", width=width, value_dim=48, dtype=torch.float32)
-    config = verify_config(width, 16, 48)
+@pytest.mark.parametrize("width", [8, 40])
+def test_other_tile_sizes_change_nothing(width):
+    sizes = {"batch": 1, "heads": 1, "value_heads": 2, "key_dim": 40, "value_dim": 48}
+    case = layer("random", width=width, **sizes, dtype=torch.float32)
+    config = plain_products(case)
     whole = check(case, config=config)
-    for change in ({"fused": False}, {"block_v": 16}, {"block_v": 16, "fused": False}):
+    for change in ({"block_v": 16}, {"block_k": 16}, {"block_k": 128, "block_v": 64}):
         assert relative_error(check(case, config=replace(config, **change)), whole) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 70])
+def test_the_exact_configuration_keeps_its_bound(width, dtype):
+    case = layer("random", batch=1, width=width, heads=1, value_heads=1, key_dim=32, dtype=dtype)
+    expected = tree_gdn_verify_naive(*case.to(torch.float64).verify_args(case.x.double()))
+    out = torch.empty(expected.shape, dtype=torch.float32)
+    tree_gdn_verify(*case.verify_args(case.x), exact=True, out=out)
+    assert relative_error(out, expected) < 5e-5
 
 
 def test_repeated_runs_are_equal_and_leave_the_pool():
@@ -157,6 +176,50 @@ def test_ancestor_bits_equal_the_mask(shape, width):
     parents = parents_of(shape, 2, width)
     parents[:, 0] = 0  # unset in SGLang's buffers
     assert torch.equal(ancestor_bits(parents.int()), ancestor_bits_naive(parents))
+
+
+def cancelling_case():
+    """A prefix state that the queries and keys hardly meet: q' S0 is small against its factors."""
+    case = layer("random", batch=1, width=8, heads=1, value_heads=1, key_dim=32, dtype=torch.float32)
+    x, pool = case.x.clone(), torch.zeros_like(case.state_pool)
+    x[..., 0] = x[..., 32] = 0.0  # q and k have nothing along the first channel
+    pool[..., 0] = 1e4  # where the state has everything
+    return replace(case, x=x, state_pool=pool + 1e-2 * case.state_pool)
+
+
+def test_tiles_whose_state_product_cancels_are_found_and_done_again():
+    case, count = cancelling_case(), torch.zeros(1, dtype=torch.int32)
+    tree_gdn_verify(*case.verify_args(case.x), recomputed=count)
+    assert count == 1
+    check(case, bound=1e-3, exact=False)
+
+
+def test_tiles_of_usual_inputs_are_not_done_again():
+    case = layer("random", batch=1, width=40, key_dim=32, value_dim=32, dtype=torch.float32)
+    count = torch.zeros(1, dtype=torch.int32)
+    tree_gdn_verify(*case.verify_args(case.x), recomputed=count)
+    assert count == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_scan_form_equals_forked_states(shape):
+    slots = [4, -1]
+    case = layer(
+        shape, width=11, heads=1, value_heads=2, key_dim=24, value_dim=40, slots=slots, dtype=torch.float32
+    )
+    once, again = (check(case, form="scan", config=None) for _ in range(2))
+    assert torch.equal(once, again)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [1, 9, 64, 128])
+def test_walks_go_depth_first(shape, width):
+    parents = parents_of(shape, 2, width)
+    parents[:, 0] = 0  # unset in SGLang's buffers
+    found = depth_first(parents.int(), ancestor_bits_naive(parents))
+    for name, expected in depth_first_naive(parents)._asdict().items():
+        assert torch.equal(getattr(found, name), expected), name
+    assert int(found.keep.max()) < max(1, width // 2)
 
 
 @pytest.mark.parametrize(
