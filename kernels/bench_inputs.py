@@ -140,7 +140,7 @@ CAPTURED = Path(__file__).with_name("pair_inputs.npz")
 
 
 def captured_inputs(device: torch.device, path: Path = CAPTURED) -> Iterator[tuple[str, Inputs]]:
-    """One layer each of what the small trained pair gave its gated delta nets; nothing without the file.
+    """Layers as the small trained pair saw them, on their own chain and on a tree; nothing without the file.
 
     The file holds per label: x [Q, C] after the convolution, a, b [Q, HV], A_log, dt_bias [HV], state
     [HV, V, K], parents [Q] and heads [2] (H and HV), as `tools/gpu/kernels_plan.py --capture` writes them.
@@ -162,4 +162,6 @@ def captured_inputs(device: torch.device, path: Path = CAPTURED) -> Iterator[tup
             }
             changes |= {name: found[name].float()[None] for name in ("A_log", "dt_bias")}
             changes["state_pool"] = found["state"].float()[None, None].expand(1, 2, -1, -1, -1).contiguous()
-            yield label, replace(template, **changes, parents=found["parents"].long()[None])
+            made = replace(template, **changes, parents=found["parents"].long()[None])
+            yield label, made
+            yield f"{label}-tree", replace(made, parents=template.parents)

@@ -32,11 +32,11 @@ def inputs_of(width):
     return inputs
 
 
-def verify(width, **options):
+def verify(width, inputs=None, **options):
     from ddtree_kernels.tree_gdn.naive import tree_gdn_verify_naive
     from ddtree_kernels.tree_gdn.triton import tree_gdn_verify
 
-    inputs = inputs_of(width)
+    inputs = inputs_of(width) if inputs is None else inputs
     a, b, A_log, dt_bias, q, k, v, pool, slots = inputs.verify_args(0)
     wide = (t.double() for t in (a, b, A_log, dt_bias, q, k, v, pool))
     expected = tree_gdn_verify_naive(*wide, slots, inputs.parents)
@@ -44,6 +44,24 @@ def verify(width, **options):
     bits = ancestor_bits_naive(inputs.parents)
     tree_gdn_verify(*inputs.verify_args(0), inputs.parents, bits=bits, out=out, **options)
     return relative(out, expected)
+
+
+def adversarial(exact):
+    """A chain of keys that hardly differ, strong writes, next to no decay: squaring fails on it."""
+    parents = torch.arange(40)[None] - 1
+    inputs = bench_inputs.adversarial_inputs(SHAPE, parents, 0.99, 0.98, -1e-3, torch.device("cpu"))
+    return verify(40, inputs, exact=exact)
+
+
+def cancelling():
+    """A large state that queries and keys do not meet: tf32 alone would be wrong in the second digit."""
+    inputs = bench_inputs.random_inputs(SHAPE, 1, 5, torch.device("cpu"), layers=1)
+    q, k, _ = (t.double() for t in inputs.qkv(0))
+    basis = torch.linalg.qr(torch.cat([q[0, :, 0], k[0, :, 0]]).T)[0]
+    across = inputs.state_pool.double()
+    across = across - (across @ basis) @ basis.T
+    inputs.state_pool.copy_(30 * across)
+    return verify(5, inputs)
 
 
 def conv():
@@ -106,6 +124,9 @@ OPERATIONS = {
     "verify-wide": lambda: verify(40),
     "verify-exact": lambda: verify(40, exact=True),
     "verify-scan": lambda: verify(9, form="scan"),
+    "adversarial": lambda: adversarial(exact=False),
+    "adversarial-exact": lambda: adversarial(exact=True),
+    "cancelling": cancelling,
     "conv": conv,
     "commit": commit,
     "build-walk": build_walk,

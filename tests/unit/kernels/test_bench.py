@@ -122,8 +122,9 @@ def test_captured_layers_run_as_inputs(tmp_path):
     }  # fmt: skip
     path = tmp_path / "pair.npz"
     np.savez(path, **{f"layer0/{name}": array for name, array in arrays.items()})
-    ((label, inputs),) = captured_inputs(torch.device("cpu"), path)
-    assert label == "layer0"
+    (label, inputs), (other, forked) = captured_inputs(torch.device("cpu"), path)
+    assert (label, other) == ("layer0", "layer0-tree")
+    assert torch.equal(forked.x, inputs.x)
     assert torch.equal(inputs.parents, torch.from_numpy(arrays["parents"])[None])
     assert verify_error(inputs, exact=True) < 1e-4
     assert list(captured_inputs(torch.device("cpu"), tmp_path / "none.npz")) == []
