@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 Event = Mapping[str, Any]
 TAIL_LINES = 40
 STOP_SECONDS = 20.0
@@ -92,12 +94,17 @@ class Command:
         """Stop it as Ctrl-C does; what of its children does not listen is killed."""
         if self._process.poll() is not None:
             return
+        # Ansible's processes have sessions of their own, where no signal to ours arrives.
+        family = psutil.Process(self._process.pid).children(recursive=True)
         os.killpg(self._process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 class Operator:

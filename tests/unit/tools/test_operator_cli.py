@@ -66,7 +66,7 @@ def test_a_half_written_line_is_no_event_yet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["late", "closed"])
 def test_a_command_ends_with_all_that_it_started(tmp_path: Path, how: str) -> None:
-    operator = Operator(_program(tmp_path, f"sleep 300 & echo $! > {tmp_path}/child; wait"), tmp_path)
+    operator = Operator(_program(tmp_path, f"setsid sleep 300 & echo $! > {tmp_path}/child; wait"), tmp_path)
     command = operator.start("deploy", "up")
     child = tmp_path / "child"
     command.wait_for(lambda _: child.exists() and child.read_text().endswith("\n"), "its child", 10.0)
