@@ -22,8 +22,8 @@ BOUNDS = {
     "adversarial": 1e-3,
     "adversarial-exact": 2e-5,
     "cancelling": 3e-3,
-    "conv": 1e-3,
-    "commit": 1e-3,
+    "conv": 1e-5,
+    "commit": 1e-6,
     "build-walk": 0.0,
     "ancestry": 0.0,
 }
