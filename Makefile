@@ -2,6 +2,7 @@
 #   make quickstart   the main job on the embedded CPU engine: services, sweep, report
 #   make e2e-deploy   a cluster's life on two test hosts, with real ssh and Docker; as root
 #   make test         lint, types and tests, with coverage
+#   make test-hosts   tests on real Docker engines and networks; as root
 # Settings (make NAME=VALUE ...):
 #   PYTHON            the Python that makes .venv          (default: python3)
 #   TORCH_INDEX_URL   where to take torch from             (default: see tools/setup_env.py)
@@ -21,10 +22,10 @@ SGLANG_READY := $(SGLANG_VENV)/.ready
 PACKAGES := ddtree_ops ddtree_engine ddtree_kernels
 TYPING := .typing/ddtree_ops .typing/ddtree_engine .typing/ddtree_kernels
 
-.PHONY: help setup quickstart e2e-deploy e2e-gateway e2e-runbooks test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-sglang format kernels-aot clean
+.PHONY: help setup quickstart e2e-deploy e2e-gateway e2e-runbooks test lint lint-playbooks lint-dockerfiles molecule typecheck unit test-hosts test-sglang format kernels-aot clean
 
 help:
-	@sed -n '1,10p' Makefile | sed 's/^# \{0,1\}//'
+	@sed -n '1,11p' Makefile | sed 's/^# \{0,1\}//'
 
 setup: $(READY)
 
@@ -70,8 +71,15 @@ typecheck: $(READY) $(TYPING)
 # Test workers and the servers they start write coverage files of their own: `coverage combine` joins them.
 unit: $(READY)
 	rm -f .coverage .coverage.*
-	$(BIN)/coverage run -m pytest -n $(WORKERS) --ignore=tests/integration/sglang $(PYTEST_ARGS)
+	$(BIN)/coverage run -m pytest -n $(WORKERS) -m "not docker" --ignore=tests/integration/sglang $(PYTEST_ARGS)
 	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+# What needs hosts: real Docker engines, sshd and networks, all made for the tests. Needs root, docker.io (its daemon
+# alone), openssh-server, iproute2, busybox-static and debootstrap. The coverage is that of `make test` and this together.
+test-hosts: $(READY)
+	$(BIN)/coverage run -m pytest -n $(WORKERS) -m docker --ignore=tests/integration/sglang $(PYTEST_ARGS)
+	$(BIN)/coverage combine -q --append
 	$(BIN)/coverage report
 
 # The plugin against the real SGLang 0.5.23, without its heavy dependencies: another environment, about 2 GB.
