@@ -71,7 +71,7 @@ def test_the_table_comes_back_through_the_output(tmp_path: Path) -> None:
     import sys
 
     (tmp_path / "python3.real").symlink_to(sys.executable)
-    (tmp_path / "made.json").write_text(summary(**{"verify-n1-q64": {"figure": 13.0}}))
+    (tmp_path / "made.json").write_text(summary("verify-n1-q64"))
     script = SCRIPT.replace("/tmp/kernels", str(out))
     done = subprocess.run(
         ["sh", "-c", script],
@@ -83,6 +83,6 @@ def test_the_table_comes_back_through_the_output(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert MARK in done.stdout
     table = table_of(done.returncode, done.stdout)
-    assert (table.status, table.targets[0].figure) == (StageStatus.FAILED, 13.0)
+    assert (table.status, table.targets[0].figure) == (StageStatus.FAILED, 13.5)
     lost = table_of(1, "Traceback\nRuntimeError: no kernel image")
     assert lost.reason == "exit code 1, no table: Traceback / RuntimeError: no kernel image"
