@@ -11,27 +11,22 @@ command; the hosts are taken down in any case. Needs root.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from base_image import BASE_TAG, base_image
-from hosts import PACKAGES, HostFailure, TestHosts, missing_commands
-from operator_cli import Answer, Command, CommandFailure, Event, Operator
-from rootfs import RootfsError, debootstrap_tree
+from hosts import PACKAGES, TestHosts
+from operator_cli import Answer, Command, Event, Operator
+from rootfs import debootstrap_tree
+from story import PROGRAM, REPOSITORY, StoryFailure, expect, import_base, say, story_main, write_summary
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = Path(sys.executable).with_name("ddtree")
-SCHEMA = 1
 NAME = "rehearsal"
 #: The host that loses its network has the shadow service; the container that is killed is the tree's.
 LINEAR, SHADOW, TREE = ("gpu-a", "linear"), ("gpu-b", "shadow"), ("gpu-a", "tree")
@@ -43,10 +38,6 @@ AS_THEY_ARE = "--skip-provisioning"
 PATIENCE_SECONDS = 900.0
 #: Time that a host's own processes may need to be gone after the last command.
 SETTLE_SECONDS = 30.0
-
-
-class StoryFailure(RuntimeError):
-    """A step found something else than it promises."""
 
 
 @dataclass(frozen=True)
@@ -403,22 +394,7 @@ class Story:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "e2e", help="of summary.json and logs")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "e2e", help="of Debian trees")
-    arguments = parser.parse_args()
-    missing = missing_commands()
-    if missing:
-        print(f"error: needs {', '.join(missing)}", file=sys.stderr)
-        return 3
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        return run(arguments.folder.resolve(), arguments.cache.resolve())
-    except (CommandFailure, HostFailure, RootfsError, StoryFailure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return story_main(run, __doc__, folder=REPOSITORY / "e2e", holds="of summary.json and logs")
 
 
 def run(folder: Path, cache: Path) -> int:
@@ -434,28 +410,13 @@ def run(folder: Path, cache: Path) -> int:
     with TestHosts(folder / "hosts", tree=tree) as hosts:
         story = Story(hosts, operator, folder)
         try:
-            # What a host without a registry has: a base that somebody loaded there.
-            _timed("base image", lambda: _import_base(hosts, base))
+            _timed("base image", lambda: import_base(hosts, base))
             story.tell()
         finally:
             operator.close()
             write_summary(summary, story.steps)
     say(f"all {len(story.steps)} steps hold, {time.monotonic() - started:.0f} s")
     return 0
-
-
-def expect(holds: bool, trouble: str, answer: Answer) -> None:
-    if not holds:
-        raise StoryFailure(answer.text(trouble))
-
-
-def write_summary(path: Path, steps: Sequence[Step]) -> None:
-    summary = {"schema": SCHEMA, "steps": [asdict(step) for step in steps]}
-    path.write_text(json.dumps(summary, indent=1) + "\n")
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _empty(folder: Path) -> None:
@@ -473,14 +434,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _import_base(hosts: TestHosts, archive: Path) -> None:
-    host = hosts.names[0]
-    place = hosts.root(host) / "root" / "base.tar"
-    shutil.copyfile(archive, place)
-    hosts.run(host, ["docker", "import", "/root/base.tar", BASE_TAG], timeout_s=300.0)
-    place.unlink()
 
 
 def _timed(what: str, work: Callable[[], Any]) -> Any:

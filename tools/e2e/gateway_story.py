@@ -9,11 +9,7 @@ request, comes back with the next `up`, and `down` leaves nothing. Needs root.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,11 +21,12 @@ from typing import Any
 import httpx
 import yaml
 from base_image import BASE_TAG, base_image
-from deploy_story import PROGRAM, REPOSITORY, Step, StoryFailure, expect, say, write_summary
+from deploy_story import Step
 from gateway_load import Load
-from hosts import PACKAGES, HostFailure, TestHosts, missing_commands
-from operator_cli import Answer, CommandFailure, Operator
-from rootfs import RootfsError, debootstrap_tree
+from hosts import PACKAGES, TestHosts
+from operator_cli import Answer, Operator
+from rootfs import debootstrap_tree
+from story import PROGRAM, REPOSITORY, StoryFailure, expect, import_base, say, story_main, write_summary
 
 NAME, SERVICE, FRONT = "fleet", "tree", "front"
 KEY = "a-key-for-one-story"
@@ -240,27 +237,8 @@ class Story:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=REPOSITORY / ".cache" / "e2e-gateway",
-        help="emptied; gets summary.json",
-    )
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "e2e", help="of Debian trees")
-    arguments = parser.parse_args()
-    missing = missing_commands()
-    if missing:
-        print(f"error: needs {', '.join(missing)}", file=sys.stderr)
-        return 3
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        return run(arguments.folder.resolve(), arguments.cache.resolve())
-    except (CommandFailure, HostFailure, RootfsError, StoryFailure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    folder = REPOSITORY / ".cache" / "e2e-gateway"
+    return story_main(run, __doc__, folder=folder, holds="emptied; gets summary.json")
 
 
 def run(folder: Path, cache: Path) -> int:
@@ -278,14 +256,6 @@ def run(folder: Path, cache: Path) -> int:
             write_summary(folder / "summary.json", story.steps)
     say(json.dumps({"steps": len(story.steps), "hold": True}))
     return 0
-
-
-def import_base(hosts: TestHosts, archive: Path) -> None:
-    """What a host without a registry has: a base that somebody loaded there."""
-    place = hosts.root(hosts.names[0]) / "root" / "base.tar"
-    shutil.copyfile(archive, place)
-    hosts.run(hosts.names[0], ["docker", "import", "/root/base.tar", BASE_TAG], timeout_s=300.0)
-    place.unlink()
 
 
 if __name__ == "__main__":

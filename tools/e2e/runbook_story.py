@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,15 @@ import yaml
 from hosts import PACKAGES, HostFailure, TestHosts, missing_commands
 from operator_cli import Answer, CommandFailure, Operator
 from rootfs import RootfsError, debootstrap_tree
+from story import PROGRAM, REPOSITORY, StoryFailure, expect, say, write_summary
 
 from ddtree_ops.runbooks.page import Page, all_pages
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = Path(sys.executable).with_name("ddtree")
-SCHEMA = 1
 CLUSTER, SERVICE = "rehearsal", "tree"
 IMAGE = "ddtree/rehearsal-engine:story"
 STATE = "/var/lib/ddtree"
 PLAY_S = 400.0
 SERVE = "echo serving; exec busybox httpd -f -p 127.0.0.1:$1 -h /www"
-
-
-class StoryFailure(RuntimeError):
-    """A step found something else than it promises."""
 
 
 @dataclass(frozen=True)
@@ -304,16 +297,6 @@ def archive(mark: str) -> bytes:
     return buffer.getvalue()
 
 
-def expect(holds: bool, what: str, answer: Answer) -> None:
-    if not holds:
-        raise StoryFailure(answer.text(what))
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Every runbook's play on two test hosts.")
     parser.add_argument("--folder", type=Path, default=Path("e2e/runbooks"), help="for logs and summary.json")
@@ -338,8 +321,7 @@ def main() -> int:
         return 1
     finally:
         operator.close()
-        summary = {"schema": SCHEMA, "steps": [asdict(step) for step in steps]}
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_summary(folder / "summary.json", steps)
     return 0
 
 
