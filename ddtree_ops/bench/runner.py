@@ -489,9 +489,7 @@ class SweepRunner:
         async def read(service: Service) -> dict[str, int] | None:
             async def ask() -> Mapping[str, Any] | None:
                 try:
-                    timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
-                    async with session.get(f"{service.url}/server_info", timeout=timeout) as answer:
-                        info = await answer.json(content_type=None)
+                    info = await _server_info(service, session)
                 except (aiohttp.ClientError, TimeoutError, ValueError):
                     return None
                 return info if isinstance(info, Mapping) else None
@@ -505,9 +503,7 @@ class SweepRunner:
         if not service.alive():
             return None
         try:
-            timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
-            async with session.get(f"{service.url}/server_info", timeout=timeout) as answer:
-                info = await answer.json(content_type=None)
+            info = await _server_info(service, session)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             return f"/server_info could not be read after the load: {error!r}"
         if not isinstance(info, dict):
@@ -556,6 +552,13 @@ class SweepRunner:
 
     def _stamp(self) -> str:
         return self._now().isoformat(timespec="milliseconds")
+
+
+async def _server_info(service: Service, session: aiohttp.ClientSession) -> Any:
+    """What `/server_info` says now. Raises ClientError, TimeoutError or ValueError where it says nothing."""
+    timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
+    async with session.get(f"{service.url}/server_info", timeout=timeout) as answer:
+        return await answer.json(content_type=None)
 
 
 def require_good(outcome: SweepOutcome) -> None:
