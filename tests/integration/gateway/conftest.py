@@ -34,6 +34,8 @@ class Process:
     port: int
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Whether coverage may run in it.
+    measured: bool = True
     running: subprocess.Popen[bytes] | None = None
 
     @property
@@ -41,10 +43,11 @@ class Process:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        env = {**os.environ, **self.env}
+        if not self.measured:
+            env = {name: value for name, value in env.items() if not name.startswith("COVERAGE_")}
         with self.log.open("ab") as log:
-            self.running = subprocess.Popen(
-                self.argv, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self.env}
-            )
+            self.running = subprocess.Popen(self.argv, stdout=log, stderr=subprocess.STDOUT, env=env)
 
     def kill(self) -> None:
         assert self.running is not None
@@ -104,7 +107,10 @@ def engine(folder: Path, *options: str) -> Process:
 
 def gateway(folder: Path, workers: Sequence[str], settings: Gateway) -> Process:
     argv = [sys.executable, str(entry_point.__file__), *smg_options(settings, workers)]
-    return Process(argv, settings.port, folder / f"gateway-{settings.port}.log", {"DDTREE_API_KEY": KEY})
+    log = folder / f"gateway-{settings.port}.log"
+    # On SIGTERM, coverage saves its figures and then ends the process by that signal: smg handles it in Rust,
+    # on top of whatever handler Python has, so its orderly end would look like a crash.
+    return Process(argv, settings.port, log, {"DDTREE_API_KEY": KEY}, measured=False)
 
 
 def settings(**changes: object) -> Gateway:

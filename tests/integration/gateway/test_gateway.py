@@ -204,7 +204,6 @@ def test_a_gateway_told_to_stop_finishes_its_streams(stack: Stack, tmp_path: Pat
             assert front.running is not None
             front.running.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        # Told once only: after its last stream it no longer minds the signal, which would then end it.
         assert front.running.wait(150) == 0
     finally:
         if front.running is not None and front.running.poll() is None:
