@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_SECONDS = 180.0
+#: What the quickstart promises on two idle cores, and what a machine that others use too may take.
+PROMISED_SECONDS = 180.0
+LIMIT_SECONDS = 1.5 * PROMISED_SECONDS
 LEAST_RATIO_AT_63 = 1.35
 Cell = dict[str, Any]
 
@@ -25,7 +27,7 @@ def main() -> int:
     for line in broken:
         print(f"quickstart: {line}", file=sys.stderr)
     if not broken:
-        print(f"quickstart: every promise holds, {summary['seconds']:.0f} s")
+        print(f"quickstart: {summary['seconds']:.0f} s of {PROMISED_SECONDS:.0f} promised; all else holds")
     return 1 if broken else 0
 
 

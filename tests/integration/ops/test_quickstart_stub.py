@@ -37,7 +37,7 @@ def test_the_quickstart_leaves_a_report_and_a_summary(
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
     assert summary["schema"] == 1
     cells = {(cell["arm"], cell["budget"], cell["builder"]): cell for cell in summary["cells"]}
-    assert len(cells) == 12
+    assert len(cells) == 10
     assert {key[1] for key in cells if key[0] == "ddtree" and key[2] == "best-first"} == {7, 15, 31, 63}
     assert cells["ddtree", 31, "spine-first"]["gates"]["steps_below_spine"] == 0
     assert cells["unsafe", 31, "best-first"]["parity"]["different"] == 5
