@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
 import os
 import shutil
 import signal
@@ -17,16 +19,26 @@ import pytest
 from ddtree_ops.containers.ssh import SshTarget
 
 PORT = 2222
+START_S = 60.0
+#: Hosts of one process have names and networks of their own: a fixture may outlive the test that made it.
+COUNT = itertools.count()
+NETWORKS = ipaddress.IPv4Network("10.233.0.0/16")
 
 
 @dataclass(frozen=True)
 class NetnsHost:
-    """A host that can be reached by ssh with this key, and cut off."""
+    """A host that can be reached by ssh with this key, and cut off. `gateway` is our end of its network."""
 
     namespace: str
     link: str
     address: str
+    gateway: str
     folder: Path
+
+    @property
+    def temporary(self) -> Path:
+        """What the host takes for /tmp: its own, where others leave nothing."""
+        return self.folder / "tmp"
 
     def target(self, **changes: object) -> SshTarget:
         options: dict[str, object] = {
@@ -76,11 +88,11 @@ def run_sshd(folder: Path) -> Iterator[NetnsHost]:
     sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if os.getuid() != 0 or sshd is None or shutil.which("ip") is None:
         pytest.skip("needs root, openssh-server and iproute2")
-    number = os.getpid() % 100_000
-    host = NetnsHost(f"ddtree-c{number}", f"ddc{number}o", f"10.232.{number % 250}.2", folder)
+    host, inner = _new_host(folder)
+    host.temporary.mkdir(mode=0o700)
     server = None
     try:
-        _make_network(host, f"ddc{number}i")
+        _make_network(host, inner)
         _write_keys(host)
         Path("/run/sshd").mkdir(exist_ok=True)
         with (folder / "sshd.log").open("wb") as log:
@@ -91,17 +103,25 @@ def run_sshd(folder: Path) -> Iterator[NetnsHost]:
     finally:
         if server is not None:
             server.terminate()
-            server.wait(10)
+            server.wait(60)
         host.end_sessions()
         for what in (("link", "del", host.link), ("netns", "del", host.namespace)):
             subprocess.run(["ip", *what], capture_output=True, check=False)
 
 
+def _new_host(folder: Path) -> tuple[NetnsHost, str]:
+    """A host and the name of its end of the link."""
+    number, count = os.getpid() % 1_000_000, next(COUNT)
+    name = f"{number}x{count}"
+    subnet = (number * 8 + count) % (NETWORKS.num_addresses // 4) * 4
+    gateway, address = (str(NETWORKS.network_address + subnet + last) for last in (1, 2))
+    return NetnsHost(f"ddtree-c{name}", f"ddc{name}o", address, gateway, folder), f"ddc{name}i"
+
+
 def _make_network(host: NetnsHost, inner: str) -> None:
-    gateway = host.address.rpartition(".")[0] + ".1"
     _run("ip", "netns", "add", host.namespace)
     _run("ip", "link", "add", host.link, "type", "veth", "peer", "name", inner, "netns", host.namespace)
-    _run("ip", "addr", "add", f"{gateway}/30", "dev", host.link)
+    _run("ip", "addr", "add", f"{host.gateway}/30", "dev", host.link)
     _run("ip", "link", "set", host.link, "up")
     _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/30", "dev", inner)
     _run("ip", "-n", host.namespace, "link", "set", inner, "up")
@@ -120,11 +140,12 @@ def _write_keys(host: NetnsHost) -> None:
         f"Port {PORT}\nListenAddress {host.address}\nHostKey {folder}/host_key\nPidFile none\n"
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
         "PasswordAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\n"
+        f"SetEnv TMPDIR={host.temporary}\n"
     )
 
 
 def _wait_until_open(server: subprocess.Popen[bytes], host: NetnsHost) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and server.poll() is None:
         scan = ["ssh-keyscan", "-T", "2", "-t", "ed25519", "-p", str(PORT), host.address]
         if subprocess.run(scan, capture_output=True, text=True, check=False).stdout:
