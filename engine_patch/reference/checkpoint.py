@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ddtree_engine.reference.errors import InputError
@@ -14,6 +14,20 @@ from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TensorSource(Protocol):
+    """Where a model takes its tensors from, each once: see `Checkpoint`."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, of exactly `shape`."""
+        ...
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken."""
+        ...
 
 
 class Checkpoint:
@@ -25,7 +39,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._where: dict[str, Path] = {}
         self._taken: set[str] = set()
-        for path in _shards(folder):
+        for path in shards(folder):
             self._open(path)
 
     def _open(self, path: Path) -> None:
@@ -77,7 +91,7 @@ class Checkpoint:
 def fingerprint(folder: Path) -> str:
     """sha256 over config.json and the weight files, in name order."""
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *_shards(folder)]:
+    for path in [folder / "config.json", *shards(folder)]:
         digest.update(path.name.encode() + b"\0")
         with path.open("rb") as file:
             while block := file.read(1 << 20):
@@ -85,7 +99,8 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
+    """The weight files of a checkpoint folder. Raises `InputError` when there are none."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such model folder")
     index = folder / INDEX

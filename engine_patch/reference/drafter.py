@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from ddtree_engine.reference.cache import DrafterCache
-from ddtree_engine.reference.checkpoint import Checkpoint
+from ddtree_engine.reference.checkpoint import Checkpoint, TensorSource
 from ddtree_engine.reference.config import SLIDING, DrafterConfig, TargetConfig, read_drafter_config
 from ddtree_engine.reference.layers import Mlp, Rotary, attend, columns, rms_norm
 from torch import Tensor
@@ -72,8 +72,11 @@ class Drafter:
     @classmethod
     def load(cls, folder: Path, target: TargetConfig, dtype: torch.dtype, positions: int) -> Drafter:
         """Read a drafter folder. Raises `InputError` for keys, tensors or shapes that don't fit."""
-        config = read_drafter_config(folder, target)
-        weights = Checkpoint(folder, dtype)
+        return cls.of(read_drafter_config(folder, target), Checkpoint(folder, dtype), positions)
+
+    @classmethod
+    def of(cls, config: DrafterConfig, weights: TensorSource, positions: int) -> Drafter:
+        """A drafter of these weights, with rotary tables for `positions`."""
         hidden = config.hidden_size
         layers = tuple(_load_layer(weights, config, index) for index in range(len(config.layer_types)))
         fc = columns(weights.take("fc.weight", (hidden, len(config.target_layer_ids) * hidden)))
@@ -143,7 +146,7 @@ class Drafter:
         return first, torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-def _load_layer(weights: Checkpoint, config: DrafterConfig, index: int) -> DrafterLayer:
+def _load_layer(weights: TensorSource, config: DrafterConfig, index: int) -> DrafterLayer:
     name, hidden, dim = f"layers.{index}.", config.hidden_size, config.head_dim
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     q_norm = weights.take(name + "self_attn.q_norm.weight", (dim,), torch.float32)

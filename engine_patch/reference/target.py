@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from ddtree_engine.reference.cache import TargetCache
-from ddtree_engine.reference.checkpoint import Checkpoint
+from ddtree_engine.reference.checkpoint import Checkpoint, TensorSource
 from ddtree_engine.reference.config import LINEAR, TargetConfig, read_target_config
 from ddtree_engine.reference.deltanet import (
     Heads,
@@ -114,18 +114,18 @@ class Target:
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, positions: int) -> Target:
         """Read a target folder. Raises `InputError` for keys, tensors or shapes that don't fit."""
-        config = read_target_config(folder)
-        weights = Checkpoint(folder, dtype)
+        return cls.of(read_target_config(folder), Checkpoint(folder, dtype), positions)
+
+    @classmethod
+    def of(cls, config: TargetConfig, weights: TensorSource, positions: int) -> Target:
+        """A target of these weights, with rotary tables for `positions`."""
         prefix = next((p for p in PREFIXES if p + "embed_tokens.weight" in weights), PREFIXES[0])
         embedding = weights.take(prefix + "embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = tuple(
-            _load_layer(weights, config, prefix, index) for index in range(len(config.layer_types))
-        )
+        layers = tuple(load_layer(weights, config, prefix, index) for index in range(len(config.layer_types)))
         norm = 1 + weights.take(prefix + "norm.weight", (config.hidden_size,), torch.float32)
-        head = columns(embedding)
-        if not config.tie_word_embeddings:
-            head = columns(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
-        weights.finish(IGNORED + (("lm_head.weight",) if config.tie_word_embeddings else ()))
+        tied = config.tie_word_embeddings
+        head = columns(embedding if tied else weights.take("lm_head.weight", tuple(embedding.shape)))
+        weights.finish(IGNORED + (("lm_head.weight",) if tied else ()))
         rotary = Rotary.of(config.rope_theta, config.rotary_dim, positions)
         return cls(config, layers, embedding, norm, head, rotary)
 
@@ -277,7 +277,8 @@ class Target:
         return torch.addmm(residual, mixed.mul_(gate), layer.out)
 
 
-def _load_layer(weights: Checkpoint, config: TargetConfig, prefix: str, index: int) -> TargetLayer:
+def load_layer(weights: TensorSource, config: TargetConfig, prefix: str, index: int) -> TargetLayer:
+    """Layer `index`, of tensors whose names begin with `prefix`."""
     name, hidden, inner = f"{prefix}layers.{index}.", config.hidden_size, config.intermediate_size
     mixer: DeltaNet | Attention
     if config.layer_types[index] == LINEAR:
@@ -298,7 +299,7 @@ def _load_layer(weights: Checkpoint, config: TargetConfig, prefix: str, index: i
     )
 
 
-def _load_delta_net(weights: Checkpoint, config: TargetConfig, name: str, index: int) -> DeltaNet:
+def _load_delta_net(weights: TensorSource, config: TargetConfig, name: str, index: int) -> DeltaNet:
     hidden, heads, taps = config.hidden_size, config.value_heads, config.conv_kernel
     return DeltaNet(
         index=index,
@@ -320,7 +321,7 @@ def _load_delta_net(weights: Checkpoint, config: TargetConfig, name: str, index:
     )
 
 
-def _load_attention(weights: Checkpoint, config: TargetConfig, name: str, index: int) -> Attention:
+def _load_attention(weights: TensorSource, config: TargetConfig, name: str, index: int) -> Attention:
     hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     # Per head the checkpoint has the query's rows and then the gate's.
     q_gate = weights.take(name + "q_proj.weight", (heads * 2 * dim, hidden)).view(heads, 2, dim, hidden)
