@@ -64,6 +64,12 @@ class Report:
 
 def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
     """Check `trees` random trees on this worker's target. Raises `SelfCheckError` on wrong numbers."""
+    # SGLang captures its graphs without gradients and serves without them, but this lies in between.
+    with torch.no_grad():
+        return _run(worker, trees, seed)
+
+
+def _run(worker: Any, trees: int, seed: int) -> dict[str, Any]:
     width, depth = worker.verify_width, worker.depth
     rng = np.random.default_rng(seed)
     runner = worker.model_runner
@@ -87,8 +93,9 @@ def run(worker: Any, trees: int, seed: int = 0) -> dict[str, Any]:
             path = path_of(parents, leaves[0])
             swapped = np.where(np.isin(np.arange(width), path), tokens, rng.integers(0, vocabulary, width))
             seat.prefill(prefix)
-            # Verify leaves the recurrent state where the prefix ended, so both trees start from it.
             logits, seen = _verify(worker, seat, tokens, parents, depths)
+            # Verify moves the convolution windows on and leaves it to the commit to put them right.
+            seat.prefill(prefix)
             again, _ = _verify(worker, seat, swapped, parents, depths)
             report.trees += 1
             report.nodes += width
@@ -151,6 +158,7 @@ class _Seat:
         first = int(runner.page_size or 1)
         self._slots = torch.arange(first, first + tokens, device=runner.device)
         self.rows = torch.tensor([self.row], dtype=torch.int64, device=runner.device)
+        self._recurrent = hasattr(runner.req_to_token_pool, "req_index_to_mamba_index_mapping")
         self.length = 0
 
     def __enter__(self) -> _Seat:
@@ -202,6 +210,8 @@ class _Seat:
             return_logprob=False,
             spec_algorithm=runner.spec_algorithm,
             capture_hidden_mode=CaptureHiddenMode.NULL,
+            # A prefill goes on from whatever its slot holds; SGLang clears a slot when it hands one out.
+            mamba_clear_indices=self.rows if self._recurrent else None,
         )
         runner.kv_index_translator.bind_own_plan(forward_batch)
         out = runner.forward(forward_batch)

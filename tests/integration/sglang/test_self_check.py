@@ -23,19 +23,24 @@ def logits_after(path):
 
 
 class Target:
-    """A target in whose verify pass a fault can be planted."""
+    """A target in whose verify pass a fault can be planted.
+
+    Its slot behaves as SGLang's recurrent kernels treat one: a prefill goes on from what the slot holds
+    unless it was told to clear it, and a verify pass moves the convolution windows on to its last rows.
+    """
 
     def __init__(self, runner, fault):
-        self.model_runner, self.fault, self.prefix = runner, fault, []
+        self.model_runner, self.fault, self.slot = runner, fault, [1, 2, 3]
         runner.forward = self.prefill
 
     def prefill(self, forward_batch):
-        self.prefix = forward_batch.input_ids.tolist()
-        assert forward_batch.positions.tolist() == list(range(len(self.prefix)))
-        assert len(forward_batch.out_cache_loc) == len(self.prefix)
-        return SimpleNamespace(
-            logits_output=SimpleNamespace(next_token_logits=logits_after(self.prefix)[None])
-        )
+        assert not torch.is_grad_enabled()
+        tokens = forward_batch.input_ids.tolist()
+        assert forward_batch.positions.tolist() == list(range(len(tokens)))
+        assert len(forward_batch.out_cache_loc) == len(tokens)
+        cleared = forward_batch.mamba_clear_indices
+        self.slot = tokens if cleared is not None and 1 in cleared else self.slot + tokens
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits_after(self.slot)[None]))
 
     def forward_batch_generation(self, batch, forward_batch, is_verify):
         tokens = forward_batch.input_ids.tolist()
@@ -48,7 +53,8 @@ class Target:
                 at = parents[at]
             if self.fault == "rows in order":
                 path = tokens[node::-1]
-            rows.append(logits_after(self.prefix + path[::-1]))
+            rows.append(logits_after(self.slot + path[::-1]))
+        self.slot = self.slot + tokens[-3:]
         linear = self.model_runner.attn_backend.linear_attn_backend
         linear.forward_metadata.retrieve_parent_token = torch.tensor([parents])
         if self.fault == "kernel did not run":
