@@ -44,9 +44,9 @@ class Choice:
 
 def plan(out: Output, choice: Choice) -> int:
     """Show what would change. 1 when `up` would stop on a host."""
-    from ddtree_ops.deploy.session import open_cluster
+    from ddtree_ops.deploy.session import LOOK_S, open_cluster
 
-    with open_cluster(choice.file, limit=choice.limit) as session:
+    with open_cluster(choice.file, limit=choice.limit, patience_s=LOOK_S) as session:
         found = _plan(out, session, choice)
         show_plan(out, found)
         summary = _plan_summary(found)
@@ -57,15 +57,19 @@ def plan(out: Output, choice: Choice) -> int:
 def plan_and_up(out: Output, choice: Choice, *, yes: bool) -> int:
     """Plan, confirm, up."""
     from ddtree_ops.deploy.lockfile import exclusively
-    from ddtree_ops.deploy.session import open_cluster
+    from ddtree_ops.deploy.session import LOOK_S, open_cluster
     from ddtree_ops.output import OutputMode
 
     if not yes and (out.mode is not OutputMode.HUMAN or not sys.stdin.isatty()):
         raise BadInput("ddtree deploy asks before it changes anything", remedy="--yes, or `ddtree deploy up`")
-    with exclusively(choice.file), open_cluster(choice.file, limit=choice.limit) as session:
+    limit = choice.limit
+    with exclusively(choice.file), open_cluster(choice.file, limit=limit, patience_s=LOOK_S) as session:
         found = _plan(out, session, choice)
         show_plan(out, found)
         out.line(_plan_summary(found))
+        if found.unknown:
+            limit_s = session.cluster.deadlines.connect
+            out.line(f"they are waited for, {limit_s:g} s at most, and brought up like the others")
         if not yes and not typer.confirm("Do it?"):
             out.result({"ok": True, "done": False}, summary="nothing was changed")
             return ExitCode.DONE
@@ -77,16 +81,17 @@ def up(out: Output, choice: Choice) -> int:
     from ddtree_ops.deploy.lockfile import exclusively
     from ddtree_ops.deploy.session import open_cluster
 
-    with exclusively(choice.file), open_cluster(choice.file, limit=choice.limit) as session:
+    limit = choice.limit
+    with exclusively(choice.file), open_cluster(choice.file, limit=limit, connect=False) as session:
         return _up(out, session, choice)
 
 
 def status(out: Output, choice: Choice) -> int:
     """Show what runs. 1 when anything is not as configured or not known."""
-    from ddtree_ops.deploy.session import open_cluster
+    from ddtree_ops.deploy.session import LOOK_S, open_cluster
     from ddtree_ops.deploy.status import look
 
-    with open_cluster(choice.file, limit=choice.limit) as session:
+    with open_cluster(choice.file, limit=choice.limit, patience_s=LOOK_S) as session:
         found = look(session, services=choice.services)
     show_status(out, found)
     every: list[ReplicaStatus | GatewayStatus] = [*found.replicas, *found.gateways]

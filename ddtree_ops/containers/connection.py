@@ -84,10 +84,18 @@ class HostLink:
     def engine(self) -> Engine:
         return self._engine
 
-    def connect(self) -> None:
-        """Connect now instead of at first use. Raises HostUnreachable, BadEnvironment."""
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, for good."""
+        return self._closed
+
+    def connect(self, *, patience_s: float | None = None) -> None:
+        """Connect now instead of at first use. Raises HostUnreachable, BadEnvironment.
+
+        patience_s  how long it is tried, 0 for once; null for as long as ever
+        """
         if not self.target.local:
-            self._connected()
+            self._connected(patience_s)
 
     def forward(self, address: str, port: int) -> str:
         """The base URL on this machine of what listens on address:port of the host.
@@ -183,7 +191,7 @@ class HostLink:
             except OSError:
                 return False
 
-    def _connected(self) -> SshSession:
+    def _connected(self, patience_s: float | None = None) -> SshSession:
         asked = self._clock()
         with self._lock:
             if self._closed:
@@ -193,13 +201,13 @@ class HostLink:
             if self._failure is not None and self._failure[0] > asked:
                 raise self._failure[1]  # somebody else tried while we waited
             try:
-                self._session = self._open()
+                self._session = self._open(self._patience_s if patience_s is None else patience_s)
             except Exception as error:
                 self._failure = (self._clock(), error)
                 raise
             return self._session
 
-    def _open(self) -> SshSession:
+    def _open(self, patience_s: float) -> SshSession:
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -208,17 +216,17 @@ class HostLink:
         folder = Path(self._folder.name)
         forwards = [_forward(local, *remote) for remote, local in self._ports.items()]
         trying = tenacity.Retrying(
-            stop=tenacity.stop_after_delay(self._patience_s),
+            stop=tenacity.stop_after_delay(patience_s),
             wait=tenacity.wait_exponential(multiplier=0.25, max=2),
-            retry=tenacity.retry_if_exception(lambda error: not self._closed and _worth_trying(error)),
+            retry=tenacity.retry_if_exception(lambda error: not self._closed and worth_trying(error)),
             sleep=self._sleep,
             reraise=True,
         )
         return trying(SshSession.open, self.name, self.target, folder, forwards)
 
 
-def _worth_trying(error: BaseException) -> bool:
-    """A key that is wrong now will be wrong in a second."""
+def worth_trying(error: BaseException) -> bool:
+    """Whether a host may answer later, as one that boots does. A wrong key will be wrong in a second."""
     final = ("host key", "IDENTIFICATION", "Permission denied", "Could not resolve")
     return isinstance(error, HostUnreachable) and not any(word in error.message for word in final)
 

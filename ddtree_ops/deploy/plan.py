@@ -120,7 +120,7 @@ def make_plan(
     drivers = {host: found.cuda for host, found in (facts or {}).items()}
     with_docker = [host for host in session.hosts if not plans[host].bare]
     images = dict.fromkeys(plans, PlannedImage(None, "would build or ship"))
-    images |= planned_images(session, with_docker, drivers)
+    images |= session.together(lambda hosts: planned_images(session, hosts, drivers), with_docker)
     cards = session.cards(facts)
     if provisioning and session.cluster.driver.manage:
         cards = {host: some or _cards_to_come(session) for host, some in cards.items()}
@@ -163,9 +163,10 @@ def _gateway_steps(
     if not session.cluster.gateways:
         return {}
     wanted = [host for host in gateway_hosts(session, services) if host in hosts]
-    images = planned_gateway_images(session, wanted)
+    images = session.together(lambda names: planned_gateway_images(session, names), wanted)
     return session.each(
-        lambda host: gateway_steps(session, host, images, services=services, recreate=recreate), hosts
+        lambda host: gateway_steps(session, host, images, services=services, recreate=recreate),
+        [host for host in hosts if host not in session.unreachable],
     )
 
 

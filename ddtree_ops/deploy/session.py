@@ -29,6 +29,8 @@ from ddtree_ops.schemas.cluster import Checkpoint, Cluster, EngineKind
 #: A variable of a host for the socket of its Docker engine.
 SOCKET_VARIABLE = "ddtree_docker_socket"
 MOST_AT_ONCE = 16
+#: How long commands that only look try to reach a host.
+LOOK_S = 5.0
 
 T = TypeVar("T")
 
@@ -145,6 +147,19 @@ class ClusterSession:
             if name not in known:
                 raise BadInput.at(file=self.file, key="--service", found=name, allowed=", ".join(known))
 
+    def together(self, work: Callable[[list[str]], T], hosts: Iterable[str]) -> T:
+        """Do something with several hosts at once; begun anew without those that are lost meanwhile."""
+        names = list(hosts)
+        while True:
+            try:
+                return work(names)
+            except HostUnreachable as gone:
+                lost = [name for name in names if not self.links[name].alive()]
+                if not lost:
+                    raise
+                self.unreachable |= dict.fromkeys(lost, gone.message)
+                names = [name for name in names if name not in lost]
+
     def each(self, work: Callable[[str], T], hosts: Iterable[str] | None = None) -> dict[str, T]:
         """Do something on every host that can be reached, all at once; those lost join the unreachable.
 
@@ -165,10 +180,13 @@ class ClusterSession:
 
 
 @contextmanager
-def open_cluster(file: Path, *, limit: Sequence[str] = (), connect: bool = True) -> Iterator[ClusterSession]:
+def open_cluster(
+    file: Path, *, limit: Sequence[str] = (), connect: bool = True, patience_s: float | None = None
+) -> Iterator[ClusterSession]:
     """Read a cluster.yaml and connect to its hosts, or to those that are named.
 
-    connect  false leaves connecting to the first use
+    connect     false leaves connecting to the first use
+    patience_s  how long connecting is tried; null: a link's own patience
     Raises BadInput, BadEnvironment; hosts without an answer are in `unreachable`.
     """
     cluster = load_config(file, Cluster)
@@ -187,7 +205,7 @@ def open_cluster(file: Path, *, limit: Sequence[str] = (), connect: bool = True)
     session = ClusterSession(cluster, file, inventory, whole, links, secrets, lock=read_lock(file))
     try:
         if connect:
-            session.each(lambda host: links[host].connect())
+            session.each(lambda host: links[host].connect(patience_s=patience_s))
         yield session
     finally:
         for link in links.values():

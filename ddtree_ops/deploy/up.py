@@ -1,12 +1,14 @@
 """Bring a cluster to what cluster.yaml says, and nothing else: what is equal stays as it is.
 
-Phase by phase, each with its deadline: memory, models' commits, provisioning, facts and checks, image, the
-way between GPUs, containers, readiness. Work on a host is made of steps that are found anew after a break, so
-that a lost connection costs time and nothing else: a host that stays away is reported and left as it is.
+Phase by phase, each with its deadline: memory, hosts that answer, models' commits, provisioning, facts and
+checks, image, the way between GPUs, containers, readiness. Work on a host is made of steps that are found
+anew after a break, so that a lost connection costs time and nothing else: a host that stays away is reported
+and left as it is.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree_ops.containers.connection import DockerFailure, HostUnreachable
+from ddtree_ops.containers.connection import DockerFailure, HostUnreachable, worth_trying
 from ddtree_ops.containers.engine import Engine
 from ddtree_ops.deploy.images import ensure_images
 from ddtree_ops.deploy.layout import Card, Replica
@@ -35,8 +37,9 @@ from ddtree_ops.hosts.runner import Event
 from ddtree_ops.hosts.secrets import resolve_secret
 from ddtree_ops.output import Output
 
-#: Between two tries to reach a host.
+#: Between two tries to reach a host, and between two lines that say so.
 RETRY_S = 2.0
+SAY_SO_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Up:
         session, options = self._session, self._options
         session.require_services(options.services)
         require_fit(memory_of(session.cluster))
+        with self._phase("hosts"):
+            self._reach_hosts()
         with self._phase("models"):
             self._resolve_revisions()
         if options.provisioning:
@@ -152,6 +157,29 @@ class Up:
         return self._report
 
     # Hosts
+
+    def _reach_hosts(self) -> None:
+        """Hosts that do not answer yet may be booting after a new driver: they have their time."""
+        session = self._session
+        deadline = self._clock() + session.cluster.deadlines.connect
+        session.unreachable.clear()
+        session.each(lambda host: self._reach(host, deadline))
+        self._require_hosts()
+
+    def _reach(self, host: str, deadline: float) -> None:
+        """Connect. Raises HostUnreachable after the deadline, and at once for what waiting does not mend."""
+        link, said = self._session.links[host], -math.inf
+        while True:
+            try:
+                return link.connect(patience_s=0)
+            except HostUnreachable as gone:
+                now = self._clock()
+                if now >= deadline or link.closed or not worth_trying(gone):
+                    raise
+                if now - said >= SAY_SO_S:
+                    said = now
+                    self._out.note(f"{gone.message}; waiting for it, {deadline - now:.0f} s left")
+                self._sleep(min(RETRY_S, deadline - now))
 
     def _resolve_revisions(self) -> None:
         """Branches become commits, once: what is served must not move by itself."""
@@ -267,7 +295,7 @@ class Up:
                 self._apply(host, steps, image)
                 return first
             except HostUnreachable as gone:
-                if self._clock() >= deadline:
+                if self._clock() >= deadline or self._session.links[host].closed:
                     raise
                 self._out.note(f"{host}: {gone.message}; trying again, nothing is torn down")
                 self._sleep(RETRY_S)

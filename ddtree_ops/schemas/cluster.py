@@ -365,6 +365,9 @@ class Monitoring(StrictModel):
 class Deadlines(StrictModel):
     """Seconds that a phase may take before it counts as failed."""
 
+    connect: Annotated[
+        Seconds, Field(description="until a host that does not answer when `up` begins has answered")
+    ] = 600
     facts: Seconds = 120
     provision: Seconds = 3600
     download: Seconds = 14400
