@@ -207,7 +207,7 @@ def _leftovers(folder: Path) -> list[str]:
     return found
 
 
-def _until(holds, timeout_s: float = 10.0) -> None:
+def _until(holds, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline

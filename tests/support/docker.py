@@ -44,7 +44,7 @@ APPLETS = (
     "ls",
     "seq",
 )
-START_S = 40.0
+START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run_dockerd(folder: Path, *, inside: tuple[str, ...] = ()) -> Iterator[Docke
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(60)
         finally:
             process.kill()
             for mount in _mounts_below(folder):

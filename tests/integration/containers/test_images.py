@@ -63,7 +63,7 @@ def test_an_image_is_built_with_its_arguments_labels_and_output(engine: Engine, 
     assert any("the word is drafter" in line for line in lines)
     assert [found.id for found in engine.images(f"{LABEL}=yes", dangling=False)] == [identity]
     assert engine.images(f"{LABEL}=yes", dangling=True) == []
-    answer = engine.run_once(docker.spec("lab-word-0", "cat /word", image=identity), timeout_s=20)
+    answer = engine.run_once(docker.spec("lab-word-0", "cat /word", image=identity), timeout_s=120)
     assert answer.output == "drafter"
 
 
@@ -78,7 +78,7 @@ def test_a_build_that_fails_shows_the_end_of_its_output_and_leaves_no_container(
 
 def test_a_build_that_takes_too_long_is_given_up(engine: Engine) -> None:
     with pytest.raises(DockerFailure, match="no answer in 2 s") as caught:
-        build(engine, "RUN sleep 60\n", timeout_s=2)
+        build(engine, "RUN sleep 600\n", timeout_s=2)
     assert caught.value.timed_out
 
 
@@ -147,12 +147,13 @@ def test_a_root_file_system_becomes_an_image(engine: Engine, docker: Docker, tmp
     image = engine.image("ddtree-test/other:2")
     assert image is not None
     assert image.id == identity
-    assert engine.run_once(docker.spec("lab-x-0", "echo runs", image=identity), timeout_s=20).output == "runs"
+    answer = engine.run_once(docker.spec("lab-x-0", "echo runs", image=identity), timeout_s=120)
+    assert answer.output == "runs"
     with pytest.raises(DockerFailure):
         engine.import_rootfs(io.BytesIO(b"no tar" * 500), "ddtree-test/bad:1")
 
 
 def test_a_registry_that_does_not_answer_is_an_error_with_a_hint(engine: Engine) -> None:
     with pytest.raises(DockerFailure, match="connection refused") as caught:
-        engine.pull("127.0.0.1:9/nothing/at-all:1", timeout_s=30)
+        engine.pull("127.0.0.1:9/nothing/at-all:1", timeout_s=120)
     assert "network" in (caught.value.remedy or "")

@@ -80,7 +80,7 @@ def lab(
         "engine": "reference",
         "hosts": {"inline": {"here": host}},
         "image": {"prebuilt": image},
-        "deadlines": {"ready": 20},
+        "deadlines": {"ready": 120},
         "monitoring": {"enabled": False},
         "services": [
             {"name": "plain", "arm": "ar", "port": ports(), "shm_gib": 1, "stop_timeout_s": 10},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
@@ -20,6 +21,17 @@ pytestmark = [pytest.mark.docker, pytest.mark.root]
 
 def ready(lab: Lab, name: str) -> int:
     return httpx.get(f"http://127.0.0.1:{lab.service(name)['port']}/ready", trust_env=False).status_code
+
+
+def await_ready(lab: Lab, name: str) -> None:
+    """The previous container may take longer to start on a busy machine than a test gives a bad one."""
+    deadline = time.monotonic() + 120
+    while True:
+        with suppress(httpx.HTTPError):
+            if ready(lab, name) == 200:
+                return
+        assert time.monotonic() < deadline, "the previous container does not serve"
+        time.sleep(0.1)
 
 
 def actions(result: dict[str, object]) -> dict[str, str]:
@@ -96,7 +108,7 @@ def test_a_container_that_does_not_serve_gives_way_to_the_previous_one(
     assert words in up["failed"]["here/lab-tree-0"]
     assert up["restored"] == ["here/lab-tree-0"]
     assert lab.ids() == before
-    assert ready(lab, "tree") == 200
+    await_ready(lab, "tree")
     kept = [line for file in up["logs"] for line in Path(file).read_text().splitlines()]
     assert any("--budget 63" in line for line in kept)
 
@@ -194,10 +206,9 @@ def test_something_that_still_answers_after_down_is_told(lab: Lab) -> None:
 
 
 def test_two_ups_do_not_meet(lab: Lab) -> None:
-    started = time.monotonic()
-    with exclusively(lab.file):
+    with exclusively(lab.file):  # one that waited would do so for ever
         code, error, _ = lab.up()
-    assert (code, time.monotonic() - started < 10) == (3, True)
+    assert code == 3
     assert "another `ddtree deploy` works on this cluster" in error["message"]
 
 

@@ -61,7 +61,7 @@ def wait_for() -> Callable[..., None]:
     """Wait until something is so, with a deadline."""
     import time
 
-    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    def wait(condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"

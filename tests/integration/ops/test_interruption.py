@@ -46,7 +46,7 @@ def test_a_stopped_sweep_keeps_finished_rounds_and_goes_on(
     servers = servers_of(process)
     assert len(servers) == 2
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopped; 0 of 2 cells are sealed and finished rounds are kept" in errors
     assert "run the same command again" in errors
@@ -78,7 +78,7 @@ def test_a_stop_while_services_start_leaves_none(tmp_path: Path, wait_for: Wait)
     wait_for(lambda: len(servers_of(process)) == 2, "both services")
     servers = servers_of(process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 130
     assert gone(servers)
 
@@ -91,7 +91,7 @@ def test_a_killed_sweep_leaves_no_server_behind(tmp_path: Path, sweeper: Sweeper
     assert len(servers) == 2
     process.kill()
     process.communicate()
-    wait_for(lambda: gone(servers), "the servers to die with their sweep", 5)
+    wait_for(lambda: gone(servers), "the servers to die with their sweep")
     mended = stub_sweep(tmp_path, "*:delay:15", "*:ignore-sigterm", prompts=6)
     assert (
         run(["bench", "sweep", str(mended), "--results", str(sweeper.results), "--dry-run", "--quiet"]) == 0
@@ -107,7 +107,7 @@ def test_two_sweeps_on_one_store_are_refused(tmp_path: Path, sweeper: Sweeper, w
         assert f"in use by another sweep (process {process.pid})" in sweeper.error()
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert sweeper(slow, "--dry-run") == 0
 
 

@@ -96,7 +96,7 @@ def ssh_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHost]:
     finally:
         if server is not None:
             server.terminate()
-            server.wait(10)
+            server.wait(60)
         _end_sessions()
         for what in (("link", "del", OUTSIDE), ("netns", "del", NAMESPACE)):
             subprocess.run(["ip", *what], capture_output=True, check=False)
@@ -122,7 +122,7 @@ def _end_sessions() -> None:
 
 def _wait_for_key(server: subprocess.Popen[bytes], folder: Path) -> None:
     """Take the host's key as an operator would after comparing it: from the key file itself."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     key = " ".join((folder / "host_key.pub").read_text().split()[:2])
     while time.monotonic() < deadline and server.poll() is None:
         scan = ["ssh-keyscan", "-T", "2", "-t", "ed25519", "-p", "2222", ADDRESS]

@@ -102,11 +102,11 @@ def test_a_play_that_reaches_no_host_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_the_deadline_ends_a_play(tmp_path: Path) -> None:
-    book = play(tmp_path, "- ansible.builtin.command: {argv: [sleep, '60']}")
+    book = play(tmp_path, "- ansible.builtin.command: {argv: [sleep, '600']}")
     started = time.monotonic()
     outcome = local().run(book, deadline_s=3)
     assert outcome.status is RunStatus.TIMED_OUT
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
 
 
 def test_ctrl_c_ends_a_play_and_is_said(tmp_path: Path, private_folders: Path) -> None:

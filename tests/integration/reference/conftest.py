@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.tiny_pair import write_pair
 
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def end(started: subprocess.Popen[str]) -> None:
     if started.poll() is None:
         started.terminate()
     try:
-        started.communicate(timeout=30)
+        started.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         started.kill()
         started.communicate()

@@ -12,7 +12,7 @@ from .conftest import command, process
 
 
 def run(pair, *options):
-    return subprocess.run(command(pair, *options), capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command(pair, *options), capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def process_with_log(pair, log, *options):
     def running():
         started = subprocess.Popen(command(pair, "--port", "0", *options))
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not (found := re.search(r"listening on (\S+)", log.read_text() if log.exists() else "")):
                 assert started.poll() is None
                 assert time.monotonic() < deadline
@@ -132,7 +132,7 @@ def process_with_log(pair, log, *options):
                 yield client
         finally:
             started.terminate()
-            started.wait(timeout=30)
+            started.wait(timeout=60)
 
     return running()
 

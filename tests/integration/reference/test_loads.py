@@ -41,7 +41,7 @@ def test_running_and_waiting_requests_and_their_tokens_are_counted(tiny):
         assert busy["utilization"] == 1
         client.post("/abort_request", json={"abort_all": True})
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         wait_for(lambda: core()["num_used_tokens"] == 0)
 
         assert client.get("/v1/loads?dp_rank=1").json()["loads"] == []

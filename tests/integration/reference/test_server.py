@@ -45,7 +45,7 @@ def metric(client, name):
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
-def wait_for(holds, seconds=20.0):
+def wait_for(holds, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -395,15 +395,14 @@ def test_sigterm_lets_the_running_request_end_and_exits_0(tiny):
             lines = response.iter_lines()
             next(lines)
             running.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
             with httpx.Client(base_url=client.base_url) as other:
-                assert other.get("/ready").status_code == 503
+                wait_for(lambda: other.get("/ready").status_code == 503)
                 late = other.post("/generate", json={"text": "x", "sampling_params": GREEDY})
                 assert late.status_code == 503
             rest = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert rest[-1] == "[DONE]"
         assert json.loads(rest[-2])["meta_info"]["completion_tokens"] == 150
-        assert running.wait(timeout=20) == 0
+        assert running.wait(timeout=60) == 0
 
 
 def test_sigterm_cancels_what_outlasts_the_drain(tiny):
@@ -415,7 +414,7 @@ def test_sigterm_cancels_what_outlasts_the_drain(tiny):
             running.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line.startswith("data: {")]
         assert json.loads(rest[-1].removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
-        assert running.wait(timeout=20) == 0
+        assert running.wait(timeout=60) == 0
 
 
 def test_a_port_in_use_shows_before_the_model_is_loaded(tiny):

@@ -58,6 +58,6 @@ def test_a_second_deploy_is_refused_at_once_and_may_come_later(tmp_path: Path) -
         assert other.stdout.readline() == "held\n"
         with pytest.raises(BadEnvironment, match="another `ddtree deploy` works"), exclusively(file):
             pass
-        other.communicate("", timeout=30)
+        other.communicate("", timeout=60)
     with exclusively(file):
         pass

@@ -26,7 +26,7 @@ class Client:
             self.ended.set()
 
     def last(self):
-        assert self.ended.wait(30)
+        assert self.ended.wait(60)
         return self.updates[-1]
 
 
@@ -42,7 +42,7 @@ class GatedEngine:
         return self.engine.start(request)
 
     def advance(self, running):
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         self.order.append(running.request.prompt_ids)
         if running.request.prompt_ids == self.fail_on and not running.in_prefill:
             raise RuntimeError("broken on purpose")

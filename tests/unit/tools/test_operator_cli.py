@@ -50,18 +50,18 @@ def test_waiting_for_an_event_ends_when_the_command_does(tmp_path: Path) -> None
     started = time.monotonic()
 
     with pytest.raises(CommandFailure, match="never came to its load"):
-        command.wait_for(lambda events: len(events) > 1, "its load", 60.0)
+        command.wait_for(lambda events: len(events) > 1, "its load", 600.0)
 
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200
 
 
 def test_a_half_written_line_is_no_event_yet(tmp_path: Path) -> None:
     script = 'printf \'{"event": "a"}\\n{"event": "b"}\'; sleep 0.5; echo'
     command = Operator(_program(tmp_path, script), tmp_path).start("deploy", "up")
 
-    command.wait_for(lambda events: len(events) == 1, "its first event", 10.0)
+    command.wait_for(lambda events: len(events) == 1, "its first event", 60.0)
 
-    assert [event["event"] for event in command.finish(10.0).events] == ["a", "b"]
+    assert [event["event"] for event in command.finish(60.0).events] == ["a", "b"]
 
 
 @pytest.mark.parametrize("how", ["late", "closed"])
@@ -69,14 +69,14 @@ def test_a_command_ends_with_all_that_it_started(tmp_path: Path, how: str) -> No
     operator = Operator(_program(tmp_path, f"setsid sleep 300 & echo $! > {tmp_path}/child; wait"), tmp_path)
     command = operator.start("deploy", "up")
     child = tmp_path / "child"
-    command.wait_for(lambda _: child.exists() and child.read_text().endswith("\n"), "its child", 10.0)
+    command.wait_for(lambda _: child.exists() and child.read_text().endswith("\n"), "its child", 60.0)
 
     if how == "late":
         assert command.finish(0.1).code == -1
     else:
         operator.close()
 
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while psutil.pid_exists(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
