@@ -66,6 +66,9 @@ def plan_and_up(out: Output, choice: Choice, *, yes: bool) -> int:
     with exclusively(choice.file), open_cluster(choice.file, limit=limit, patience_s=LOOK_S) as session:
         found = _plan(out, session, choice)
         show_plan(out, found)
+        if found.refused:
+            out.result({"ok": False, "done": False, **found.as_json()}, summary=_plan_summary(found))
+            return ExitCode.JOB_FAILED
         out.line(_plan_summary(found))
         if found.unknown:
             limit_s = session.cluster.deadlines.connect
@@ -171,6 +174,8 @@ def show_plan(out: Output, found: ClusterPlan) -> None:
                 out.line(f"    ... {len(lines) - DIFF_LINES} lines more (--json shows all)")
         if host.error:
             out.line(f"{host.host}: the check of provisioning stopped: {host.error}")
+        if host.refused:
+            out.line(f"{host.host}: refused: {host.refused}")
         for finding in host.findings:
             out.line(f"{host.host}: {finding.status.value} {finding.id}: {finding.found}")
             out.line(f"    try: {finding.remedy}")
@@ -282,6 +287,8 @@ def _plan_summary(found: ClusterPlan) -> str:
     text = f"{found.changes} changes on {len(found.hosts)} hosts"
     if found.unknown:
         text += f"; unknown, since they do not answer: {', '.join(found.unknown)}"
+    if found.refused:
+        return f"{text}; `up` would refuse and change nothing, see above"
     return text + ("; `up` would stop on a host, see above" if found.blocked else "")
 
 

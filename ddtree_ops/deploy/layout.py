@@ -18,6 +18,10 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+class TooFewCards(BadInput):
+    """A host has fewer cards than its services want: nothing can be placed there, whatever others have."""
+
+
 @dataclass(frozen=True)
 class Card:
     """A GPU as far as placement goes; `numa` is -1 where the host has no such nodes."""
@@ -73,7 +77,7 @@ def lay_out(
 
     cards  by host; needed for SGLang
     turn   how often replicas with one card that ddtree chose have moved on to the next card
-    Raises BadInput when a host has fewer cards than its services want.
+    Raises TooFewCards when a host has fewer cards than its services want.
     """
     found: list[Replica] = []
     for host in hosts:
@@ -138,7 +142,7 @@ def _turned(
 def _require_enough(services: Sequence[Service], host: str, cards: Sequence[Card]) -> None:
     wanted = sum(service.copies * service.tp for service in services)
     if wanted > len(cards):
-        raise BadInput(
+        raise TooFewCards(
             f"services: found {wanted} GPUs asked for on {host}, allowed: the {len(cards)} that it has",
             remedy="fewer replicas, or leave the host out of services.*.hosts (see `ddtree deploy check`)",
         )
@@ -146,7 +150,7 @@ def _require_enough(services: Sequence[Service], host: str, cards: Sequence[Card
         for index in service.gpus or ():
             if index >= len(cards):
                 key, allowed = f"services.{service.name}.gpus", f"0 to {len(cards) - 1}, the cards of {host}"
-                raise BadInput.at(file=None, key=key, found=index, allowed=allowed)
+                raise TooFewCards.at(file=None, key=key, found=index, allowed=allowed)
 
 
 def _take(free: dict[int, Card], count: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddtree_ops.containers.connection import DockerFailure
 from ddtree_ops.deploy.images import NOT_YET, PlannedImage, planned_images
-from ddtree_ops.deploy.layout import Card, Replica
+from ddtree_ops.deploy.layout import Card, Replica, TooFewCards
 from ddtree_ops.deploy.memory import Fit, memory_of, require_fit
 from ddtree_ops.deploy.provision import provision
 from ddtree_ops.deploy.render import Surroundings, render
@@ -26,13 +26,15 @@ OnEvent = Callable[[Event], None]
 class HostPlan:
     """What would happen on one host. `error` says why Ansible's check could not go through.
 
-    bare  there is no Docker yet; provisioning would bring it
+    bare     there is no Docker yet; provisioning would bring it
+    refused  why nothing can be placed there: it has too few cards
     """
 
     host: str
     bare: bool = False
     changes: list[Change] = field(default_factory=list)
     error: str | None = None
+    refused: str | None = None
     findings: list[Finding] = field(default_factory=list)
     image: str = ""
     steps: list[Step] = field(default_factory=list)
@@ -61,10 +63,15 @@ class ClusterPlan:
         )
 
     @property
+    def refused(self) -> bool:
+        """Whether `up` would change nothing at all."""
+        return any(host.refused for host in self.hosts)
+
+    @property
     def blocked(self) -> bool:
         """Whether `up` would stop on a host."""
         failed = any(finding.status is Status.FAIL for host in self.hosts for finding in host.findings)
-        return (failed and not self.provisioning) or any(host.error for host in self.hosts)
+        return self.refused or (failed and not self.provisioning) or any(host.error for host in self.hosts)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +83,7 @@ class ClusterPlan:
                     "bare": host.bare,
                     "changes": [vars(change) for change in host.changes],
                     "error": host.error,
+                    "refused": host.refused,
                     "findings": [finding.as_json() for finding in host.findings],
                     "image": host.image,
                     "containers": [step.as_json() for step in host.steps],
@@ -122,12 +130,16 @@ def make_plan(
     images = dict.fromkeys(plans, PlannedImage(None, "would build or ship"))
     images |= session.together(lambda hosts: planned_images(session, hosts, drivers), with_docker)
     cards = session.cards(facts)
-    if provisioning and session.cluster.driver.manage:
-        cards = {host: some or _cards_to_come(session) for host, some in cards.items()}
+    if provisioning:
+        cards = with_cards_to_come(session, cards)
 
     def steps(host: str) -> list[Step]:
         bare, ids = plans[host].bare, _ids(images)
-        return steps_on(session, host, cards, ids, services=services, recreate=recreate, bare=bare)
+        try:
+            return steps_on(session, host, cards, ids, services=services, recreate=recreate, bare=bare)
+        except TooFewCards as few:  # one host's trouble is not the others'
+            plans[host].refused = f"{few.message} (try: {few.remedy})" if few.remedy else few.message
+            return []
 
     for host, found_steps in session.each(steps).items():
         plans[host].image, plans[host].steps = images[host].what, found_steps
@@ -152,9 +164,14 @@ def _without_docker(session: ClusterSession, *, may_come: bool) -> list[str]:
     return [host for host, good in session.each(answers).items() if not good]
 
 
-def _cards_to_come(session: ClusterSession) -> tuple[Card, ...]:
+def with_cards_to_come(
+    session: ClusterSession, cards: Mapping[str, tuple[Card, ...]]
+) -> dict[str, tuple[Card, ...]]:
     """Stand-ins where the driver is not there yet: how many cards there will be is known, which is not."""
-    return tuple(Card(f"GPU-not-known-yet-{index}", "") for index in range(session.cluster.gpu.count))
+    if not session.cluster.driver.manage:
+        return dict(cards)
+    wanted = tuple(Card(f"GPU-not-known-yet-{index}", "") for index in range(session.cluster.gpu.count))
+    return {host: some or wanted for host, some in cards.items()}
 
 
 def _gateway_steps(
@@ -185,7 +202,7 @@ def steps_on(
     recreate: bool = False,
     bare: bool = False,
 ) -> list[Step]:
-    """Steps for one host; `bare` means that it has no engine to ask yet. Raises HostUnreachable."""
+    """Steps for one host; `bare`: it has no engine to ask yet. Raises HostUnreachable, TooFewCards."""
     cluster = session.cluster
     around = Surroundings(images[host], session.folder, session.revisions(), cards.get(host, ()))
     replicas: list[Replica] = session.replicas(cards, services, [host])

@@ -13,7 +13,7 @@ import httpx
 from ddtree_ops.containers.connection import DockerFailure, HostUnreachable
 from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.spec import ContainerSpec
-from ddtree_ops.deploy.layout import Card, Replica
+from ddtree_ops.deploy.layout import Card, Replica, TooFewCards, services_on
 from ddtree_ops.deploy.plan import steps_on
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import previous_name, spec_diff
@@ -130,7 +130,10 @@ def _host(
     containers = engine.ours(cluster.name)
     by_name = {one.name: one for one in containers}
     image = next((one.image for one in containers if not one.previous), "")
-    steps = steps_on(session, host, cards, {host: image}, services=services)
+    try:
+        steps = steps_on(session, host, cards, {host: image}, services=services)
+    except TooFewCards as few:
+        return _not_placed(session, host, by_name, services, few.message, now), []
     replicas = [
         _replica(session, step.replica, _with_image(step.spec, by_name.get(step.name)), by_name, now)
         for step in steps
@@ -138,6 +141,23 @@ def _host(
     ]
     strays = [f"{host}/{step.name}" for step in steps if step.replica is None]
     return replicas, strays
+
+
+def _not_placed(
+    session: ClusterSession,
+    host: str,
+    containers: Mapping[str, Found],
+    services: Sequence[str],
+    why: str,
+    now: Callable[[], datetime],
+) -> list[ReplicaStatus]:
+    """What is there on a host that has too few cards: how it should be cannot be said."""
+    return [
+        _as_it_is(session, Replica(service, host, index, port), containers, now, reason=why)
+        for service in services_on(session.cluster, host)
+        if not services or service.name in services
+        for index, port in enumerate(service.ports)
+    ]
 
 
 def _with_image(spec: ContainerSpec, found: Found | None) -> ContainerSpec:
@@ -160,29 +180,45 @@ def _replica(
     now: Callable[[], datetime],
 ) -> ReplicaStatus:
     found = containers.get(spec.name)
-    kept = previous_name(spec.name) in containers
+    status = _as_it_is(session, replica, containers, now)
+    if found is None:
+        return status
+    return replace(
+        status,
+        reason=_reason(found, spec, status.ready),
+        drift=spec_diff(found.spec, spec) if found.config_hash != spec.config_hash else (),
+        memory=_memory(session, replica) if found.running and spec.gpus else None,
+    )
+
+
+def _as_it_is(
+    session: ClusterSession,
+    replica: Replica,
+    containers: Mapping[str, Found],
+    now: Callable[[], datetime],
+    *,
+    reason: str = "there is no container",
+) -> ReplicaStatus:
+    """What can be said of a replica without knowing how it should be."""
+    name = replica.container(session.cluster.name)
+    found = containers.get(name)
     status = ReplicaStatus(
         replica.host,
         replica.service.name,
-        spec.name,
+        name,
         "missing",
-        reason="there is no container",
-        previous=kept,
+        reason=reason,
+        previous=previous_name(name) in containers,
     )
     if found is None:
         return status
-    drift = spec_diff(found.spec, spec) if found.config_hash != spec.config_hash else ()
-    ready = _ready(session, replica) if found.running else None
     return replace(
         status,
         state=found.state,
         health=found.health,
-        ready=ready,
-        reason=_reason(found, spec, ready),
-        drift=drift,
+        ready=_ready(session, replica) if found.running else None,
         image=found.image.removeprefix("sha256:")[:12],
         uptime_s=(now() - found.started_at).total_seconds() if found.running and found.started_at else None,
-        memory=_memory(session, replica) if found.running and spec.gpus else None,
         url=session.url(replica) if found.running else None,
     )
 

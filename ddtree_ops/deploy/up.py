@@ -19,11 +19,11 @@ from typing import Any
 from ddtree_ops.containers.connection import DockerFailure, HostUnreachable, worth_trying
 from ddtree_ops.containers.engine import Engine
 from ddtree_ops.deploy.images import ensure_images
-from ddtree_ops.deploy.layout import Card, Replica
+from ddtree_ops.deploy.layout import Card, Replica, TooFewCards, lay_out
 from ddtree_ops.deploy.lockfile import write_lock
 from ddtree_ops.deploy.memory import memory_of, require_fit
 from ddtree_ops.deploy.p2p import require_peers
-from ddtree_ops.deploy.plan import needs_facts, steps_on
+from ddtree_ops.deploy.plan import needs_facts, steps_on, with_cards_to_come
 from ddtree_ops.deploy.provision import provision
 from ddtree_ops.deploy.ready import wait_for
 from ddtree_ops.deploy.session import ClusterSession
@@ -32,6 +32,7 @@ from ddtree_ops.errors import DdtreeError, JobFailed
 from ddtree_ops.gateway.deploy import gateway_hosts, gateway_steps, wait_gateways
 from ddtree_ops.gateway.image import ensure_gateway_images
 from ddtree_ops.hosts.checks import Status, check_host, expectations
+from ddtree_ops.hosts.facts import HostFacts
 from ddtree_ops.hosts.hub import probe_revision
 from ddtree_ops.hosts.runner import Event
 from ddtree_ops.hosts.secrets import resolve_secret
@@ -137,13 +138,17 @@ class Up:
         require_fit(memory_of(session.cluster))
         with self._phase("hosts"):
             self._reach_hosts()
+        facts = None
+        if needs_facts(session):
+            with self._phase("cards"):
+                facts = self._require_cards()
         with self._phase("models"):
             self._resolve_revisions()
         if options.provisioning:
             with self._phase("provision"):
                 self._provision()
         with self._phase("facts"):
-            cards = self._look_at_cards()
+            cards = self._look_at_cards(None if options.provisioning else facts)
         with self._phase("image"):
             images = self._images()
         with self._phase("containers"):
@@ -180,6 +185,28 @@ class Up:
                     said = now
                     self._out.note(f"{gone.message}; waiting for it, {deadline - now:.0f} s left")
                 self._sleep(min(RETRY_S, deadline - now))
+
+    def _require_cards(self) -> dict[str, HostFacts]:
+        """Every host has the cards that its services want, or nothing is changed. Raises TooFewCards.
+
+        Provisioning may yet bring the driver, and make a host readable that is not.
+        """
+        session, later = self._session, self._options.provisioning
+        lost = dict(session.unreachable)
+        facts = session.facts(self._task)
+        cards = session.cards(facts)
+        if later:
+            cards = with_cards_to_come(session, cards)
+            session.unreachable = lost
+        refused = []
+        for host, some in cards.items():
+            try:
+                lay_out(session.cluster, [host], {host: some})
+            except TooFewCards as few:
+                refused.append(few)
+        if refused:
+            raise TooFewCards("\n  ".join(few.message for few in refused), remedy=refused[0].remedy)
+        return facts
 
     def _resolve_revisions(self) -> None:
         """Branches become commits, once: what is served must not move by itself."""
@@ -218,12 +245,14 @@ class Up:
         if outcome.log is not None and outcome.failed:
             self._report.logs.append(outcome.log)
 
-    def _look_at_cards(self) -> dict[str, tuple[Card, ...]]:
+    def _look_at_cards(self, facts: dict[str, HostFacts] | None) -> dict[str, tuple[Card, ...]]:
+        """Cards by host. `facts` that are fresh are not read again."""
         session = self._session
         self._require_hosts()
         if not needs_facts(session):
             return {}
-        facts = session.facts(self._task)
+        if facts is None:
+            facts = session.facts(self._task)
         self._drivers = {host: found.cuda for host, found in facts.items()}
         for host, found in facts.items():
             bad = [
