@@ -72,6 +72,10 @@ _SECRETS = (
     re.compile(r"(?i)(\bbearer\s+)\S+"),
     re.compile(r"()\bhf_[A-Za-z0-9]{8,}"),
 )
+#: CSI up to its final byte, OSC up to BEL or ST, other escapes of ECMA-48; then what was cut off.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b\[[0-?]*$|\x1b(?:[ -/]*[0-~])?"
+)
 
 
 def allowed_server_info(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +90,17 @@ def allowed_server_info(info: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def plain_text(text: str) -> str:
+    """The text without the sequences by which programs colour a terminal or move its cursor.
+
+    Those are ECMA-48's control sequences and operating system commands, and escapes of one character.
+    """
+    return _ESCAPES.sub("", text)
+
+
 def redact_text(text: str) -> str:
-    """A log's text without what looks like a key, a token or a password."""
+    """A log's text without what looks like a key, a token or a password; plain, since colours hide them."""
+    text = plain_text(text)
     for pattern in _SECRETS:
         text = pattern.sub(r"\1[redacted]", text)
     return text

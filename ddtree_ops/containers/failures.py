@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ddtree_ops.errors import DdtreeError, JobFailed
-from ddtree_ops.redact import redact_text
+from ddtree_ops.redact import plain_text, redact_text
 
 
 class HostUnreachable(DdtreeError):
@@ -17,7 +17,7 @@ class HostUnreachable(DdtreeError):
 
 
 class DockerFailure(JobFailed):
-    """The engine answered with an error, or is not there although its host is.
+    """The engine answered with an error, or is not there although its host is. Its text has no colours.
 
     status     the HTTP status of the answer; null where there was none
     timed_out  the engine took longer than the call may take
@@ -31,7 +31,7 @@ class DockerFailure(JobFailed):
         status: int | None = None,
         timed_out: bool = False,
     ) -> None:
-        super().__init__(message, remedy=remedy)
+        super().__init__(plain_text(message), remedy=remedy)
         self.status = status
         self.timed_out = timed_out
 

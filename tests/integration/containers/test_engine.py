@@ -291,9 +291,9 @@ def test_one_command_gives_its_code_and_output_and_leaves_nothing(engine: Engine
 def test_one_command_that_hangs_is_ended_at_its_time_limit_with_its_last_words(
     engine: Engine, docker: Docker
 ) -> None:
-    started = time.monotonic()
-    with pytest.raises(DockerFailure, match=r"did not end in 1 s(?s:.*)nccl waits") as caught:
-        engine.run_once(docker.spec("lab-p2p-0", "echo nccl waits; sleep 600"), timeout_s=1)
+    started, red = time.monotonic(), r"printf '\033[1;31mnccl\033[0m waits\n'"
+    with pytest.raises(DockerFailure, match=r"did not end in \d+ s(?s:.*)\nnccl waits$") as caught:
+        engine.run_once(docker.spec("lab-p2p-0", f"{red}; sleep 600"), timeout_s=3)
     assert caught.value.timed_out
     assert time.monotonic() - started < 100
     assert engine.ours(CLUSTER) == []

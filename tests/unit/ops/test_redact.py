@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddtree_ops.redact import allowed_server_info, redact_text
+from ddtree_ops.containers.failures import DockerFailure, refused
+from ddtree_ops.redact import allowed_server_info, plain_text, redact_text
 from ddtree_ops.services.readiness import argument_mismatch, simulated_acceptance
 
 
@@ -34,6 +35,32 @@ def test_only_allowed_scalars_of_a_server_info_are_kept() -> None:
 def test_what_looks_like_a_secret_leaves_a_log(text: str) -> None:
     assert "123456789" not in redact_text(text)
     assert "[redacted]" in redact_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("\x1b[1;31mERROR\x1b[0m: no space", "ERROR: no space"),
+        ("\x1b[38;2;255;0;0mred\x1b[m", "red"),
+        ("\x1b[2K\x1b[1Gstep 3\x9b0m", "step 3"),
+        ("\x1b]8;;http://x\x1b\\a link\x1b]8;;\x07!", "a link!"),
+        ("\x1b]0;a title that does not end\nnext", "0;a title that does not end\nnext"),
+        ("\x1b(Bplain\x1b7", "plain"),
+        ("cut off \x1b[31", "cut off "),
+        ("cut off \x1b", "cut off "),
+        ("array[0m] stays, and\ttabs\n", "array[0m] stays, and\ttabs\n"),
+    ],
+)
+def test_colours_and_cursors_leave_a_text(text: str, plain: str) -> None:
+    assert plain_text(text) == plain
+
+
+def test_what_an_image_prints_in_colour_is_told_without() -> None:
+    assert DockerFailure("gpu-a: \x1b[31mnot\x1b[0m there").message == "gpu-a: not there"
+    failure = refused("gpu-a", "build", "\x1b[31mno space\x1b[0m left on device")
+    assert failure.message == "gpu-a: build: no space left on device"
+    assert failure.remedy is not None
+    assert redact_text("api_key=\x1b[31msk-123456789") == "api_key=[redacted]"
 
 
 @pytest.mark.parametrize(
