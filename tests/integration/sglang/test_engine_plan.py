@@ -1,29 +1,22 @@
 """The GPU plan's command lines, through SGLang's resolution: it runs once, on a lent host."""
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-PLAN = Path(__file__).parents[3] / "tools" / "gpu" / "engine_plan.py"
+TOOLS = Path(__file__).parents[3] / "tools" / "gpu"
+sys.path.insert(0, str(TOOLS))
 
-
-@pytest.fixture(scope="module")
-def plan():
-    spec = importlib.util.spec_from_file_location("engine_plan", PLAN)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["engine_plan"] = module
-    spec.loader.exec_module(module)
-    return module
+from engine import arms, diagnosis, host, step_times  # noqa: E402 - the folder has to be found first
 
 
 @pytest.fixture
-def context(plan, pair, tmp_path):
+def context(pair, tmp_path):
     options = argparse.Namespace(pair=pair["target"].parent, out=tmp_path, minutes=1)
-    return plan.Context(options, site=tmp_path)
+    return host.Context(options, site=tmp_path, raw=tmp_path)
 
 
 def resolve(argv, plugin):
@@ -38,67 +31,71 @@ def resolve(argv, plugin):
 
 
 KINDS = """
-ar dflash shadow chain tree16-eager tree8 tree64 tree32-log tree32-cached tree32-pages tree32-grammar unsafe32
-tree64-check tree32-fused-move tree32-tp2
+ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-cached tree32-pages
+tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2
 """.split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_arm_resolves_to_what_it_says(name, plan, context, plugin, monkeypatch):
-    arm = plan.ARMS[name]
+def test_every_kind_of_arm_resolves_to_what_it_says(name, context, plugin, monkeypatch):
+    arm = arms.ARMS[name]
     environment = context.environment(arm, name)
     if "SGLANG_DDTREE_CONFIG" in environment:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", environment["SGLANG_DDTREE_CONFIG"])
-    view = resolve(plan.argv_of(context, arm, 30000), plugin)
+    view = resolve(arms.argv_of(context.options.pair, arm, 30000), plugin)
     assert view.max_running_requests == 8
     assert not view.disable_overlap_schedule
     if arm.width is not None:
         assert view.speculative_num_draft_tokens == arm.width
-        assert view.speculative_dflash_block_size == plan.BLOCK
+        assert view.speculative_dflash_block_size == arms.BLOCK
     assert view.disable_cuda_graph == ("--disable-cuda-graph" in arm.flags)
     assert view.disable_radix_cache == ("--disable-radix-cache" in arm.flags)
     if not view.disable_radix_cache:
         assert view.mamba_radix_cache_strategy == "extra_buffer"
 
 
-def test_the_shipped_pair_and_its_prompts_are_what_the_plan_takes(plan, plugin, tmp_path, monkeypatch):
-    pair = PLAN.parents[2] / "engine_patch" / "reference" / "pair"
-    context = plan.Context(argparse.Namespace(pair=pair, out=tmp_path, minutes=1), site=tmp_path)
-    arm = plan.ARMS["tree32"]
+def test_the_shipped_pair_and_its_prompts_are_what_the_plan_takes(plugin, monkeypatch):
+    pair = host.ROOT / "engine_patch" / "reference" / "pair"
+    arm = arms.ARMS["tree32"]
     monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
-    view = resolve(plan.argv_of(context, arm, 30000), plugin)
-    assert view.speculative_dflash_block_size == plan.BLOCK
-    prompts = plan.make_prompts(pair, 40)
+    view = resolve(arms.argv_of(pair, arm, 30000), plugin)
+    assert view.speculative_dflash_block_size == arms.BLOCK
+    prompts = host.make_prompts(pair, 40)
     assert len(prompts) >= 20
     assert sum(map(len, prompts)) > 300
-    assert all(60 <= len(ids) <= plan.LONGEST for ids in prompts)
+    assert all(60 <= len(ids) <= host.LONGEST for ids in prompts)
 
 
 @pytest.mark.parametrize("name", ["step-ar", "step-dflash", "step-tree8", "step-tree64"])
-def test_the_27b_shapes_resolve(name, plan, tmp_path, plugin, monkeypatch):
-    arm = plan.step_arm(name)
+def test_the_27b_shapes_resolve(name, tmp_path, plugin, monkeypatch):
+    arm = step_times.step_arm(name)
     if arm.config is not None:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
-    folder = plan.write_step_checkpoints(tmp_path)
-    argv = list(plan.step_argv(folder, arm, 30000))
+    folder = step_times.write_step_checkpoints(tmp_path)
+    argv = list(step_times.step_argv(folder, arm, 30000))
     view = resolve([part for part in argv if part not in ("--skip-tokenizer-init",)], plugin)
     assert view.max_running_requests == 2
 
 
-def test_stages_name_arms_and_workloads_that_exist(plan):
-    for stage, arms_of_stage in plan.STAGES.items():
-        for arm, workloads in arms_of_stage.items():
-            assert arm in plan.ARMS, (stage, arm)
-            assert set(workloads) <= set(plan.WORKLOADS), (stage, arm)
-    work = plan.plan_of(["a", "b", "d"])
-    assert work["dflash"] == ["greedy"]
-    assert next(iter(plan.plan_of(["d"]))) == "ar"
+WAYS = ["no-graphs", "no-overlap", "blocking", "torch-builder", "no-self-check"]
 
 
-def test_the_plugins_metadata_is_found_as_an_installed_package_is(plan, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_simpler_ways_of_a_broken_arm_resolve(way, context, plugin, monkeypatch):
+    ways = diagnosis.simpler(arms.ARMS["tree16-cached"])
+    assert list(ways) == WAYS
+    environment = context.environment(ways[way], way)
+    monkeypatch.setenv("SGLANG_DDTREE_CONFIG", environment["SGLANG_DDTREE_CONFIG"])
+    view = resolve(arms.argv_of(context.options.pair, ways[way], 30000), plugin)
+    assert view.disable_cuda_graph == (way in ("no-graphs", "blocking"))
+    assert view.disable_overlap_schedule == (way == "no-overlap")
+    assert ("CUDA_LAUNCH_BLOCKING" in environment) == (way == "blocking")
+
+
+def test_the_plugins_metadata_is_found_as_an_installed_package_is(tmp_path):
     import subprocess
 
-    plan.install_plugin(tmp_path)
+    host.install_plugin(tmp_path)
     code = (
         "import importlib.metadata as m\n"
         "(point,) = m.entry_points(group='sglang.srt.plugins', name='ddtree')\n"

@@ -1,0 +1,134 @@
+"""What the GPU plan does when an arm breaks, and what is left of a plan that is killed."""
+
+import argparse
+import json
+import sys
+import tarfile
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
+
+from engine import arms, diagnosis, host, runs, servers, workloads
+
+
+class Server:
+    """A server that answers at once, or does not start; its log says why."""
+
+    # Arm -> the last line of its log.
+    broken: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, context, name, arm, port, argv):
+        self.name, self.arm, self.port = name, arm, port
+        self.ready_after, self.ended = None, False
+        self.log = context.raw / f"{name}.log"
+        self.log.write_text(self.broken.get(name, "all is well") + "\n")
+
+    def wait(self, limit):
+        self.ended = self.name in self.broken
+        self.ready_after = None if self.ended else 1.0
+        return not self.ended
+
+    def why(self):
+        return servers.why(self.log.read_text())
+
+    def stop(self):
+        self.ended = True
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    options = argparse.Namespace(pair=tmp_path, out=tmp_path / "out", minutes=9.0, parallel=3)
+    options.out.mkdir()
+    (tmp_path / "raw").mkdir()
+    monkeypatch.setattr(runs, "Server", Server)
+    monkeypatch.setattr(diagnosis, "Server", Server)
+    monkeypatch.setattr(runs, "judge", lambda context: None)
+    monkeypatch.setattr(runs, "ask_about_ties", lambda context, server: {})
+    for name in workloads.WORKLOADS:
+        monkeypatch.setitem(workloads.WORKLOADS, name, lambda context, server: {"by": server.name})
+    return host.Context(options, site=tmp_path / "site", raw=tmp_path / "raw")
+
+
+def kept(context):
+    with tarfile.open(context.archive) as archive:
+        return {entry.name: archive.extractfile(entry).read() for entry in archive}
+
+
+def test_stages_name_arms_and_workloads_that_exist():
+    for stage, arms_of_stage in arms.STAGES.items():
+        for arm, asked in arms_of_stage.items():
+            assert arm in arms.ARMS, (stage, arm)
+            assert set(asked) <= set(workloads.WORKLOADS), (stage, arm)
+    work = arms.plan_of(["a", "b", "d"])
+    assert work["dflash"] == ["greedy"]
+    assert next(iter(arms.plan_of(["d"]))) == "ar"
+
+
+def test_an_arm_that_does_not_start_stops_no_other_and_is_looked_into(context, monkeypatch):
+    fault = "RuntimeError: CUDA error: an illegal memory access was encountered at 0x7f"
+    monkeypatch.setattr(Server, "broken", dict.fromkeys(("chain", "tree16", "tree16.no-graphs"), fault))
+    run = runs.Run(context)
+    work = arms.plan_of(["smoke"])
+    assert run.all(work, [], diagnose=True) == ["chain", "tree16"]
+    found = kept(context)
+    for arm in set(work) - {"chain", "tree16"}:
+        assert json.loads(found[f"{arm}.greedy.json"]) == {"by": arm}
+    # Both ended for one reason, so one of them is started again, in every simpler way.
+    assert "tree16.diagnosis.json" not in found
+    ways = json.loads(found["chain.diagnosis.json"])
+    assert ways["no-graphs"] == ways["torch-builder"] == "serves"
+
+
+def test_what_fails_in_a_simpler_way_too_says_why(context, monkeypatch):
+    monkeypatch.setattr(Server, "broken", {"tree16": "ValueError: a", "tree16.no-graphs": "KeyError: b"})
+    runs.Run(context).all(arms.plan_of(["paths"]), [], diagnose=True)
+    ways = json.loads(kept(context)["tree16.diagnosis.json"])
+    assert ways["no-graphs"].startswith("KeyError: b")
+    assert ways["no-overlap"] == "serves"
+
+
+def test_a_plan_that_is_killed_has_kept_the_arms_that_were_done(context, monkeypatch):
+    def killed(context, server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(workloads.WORKLOADS, "padded", killed)
+    with pytest.raises(KeyboardInterrupt):
+        runs.Run(context).all(arms.plan_of(["smoke"]), [], diagnose=True)
+    assert {"ar.greedy.json", "dflash.greedy.json", "chain.info.json"} <= set(kept(context))
+
+
+def test_a_workload_that_raises_is_named_and_the_next_one_runs(context, monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "greedy", lambda context, server: {}[server.name])
+    run = runs.Run(context)
+    assert run.all({"tree16": ["greedy", "info"]}, [], diagnose=True) == ["tree16.greedy"]
+    assert "tree16.info.json" in kept(context)
+    assert not run.broken  # it still serves: there is nothing to diagnose
+
+
+def test_long_logs_are_kept_by_their_start_and_end(context):
+    text = "start\n" + "x" * (host.LOG_START + host.LOG_END) + "\nend"
+    (context.raw / "tree16.log").write_text(text)
+    context.save()
+    log = kept(context)["tree16.log"]
+    assert log.startswith(b"start\n")
+    assert log.endswith(b"\nend")
+    assert len(log) < len(text)
+
+
+LOG = """\
+[12:00] Scheduler hit an exception: Traceback (most recent call last):
+  File "worker.py", line 3, in forward
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered at 0x7f12
+[12:01] Received sigquit from a child process.
+"""
+
+
+def test_of_a_log_the_error_is_told_and_not_the_noise():
+    told = servers.why("noise\n" * 5000 + LOG)
+    assert told.startswith("torch.AcceleratorError: CUDA error")
+    assert len(told) < 2000
+    assert servers.cause(LOG) == servers.cause(LOG.replace("0x7f12", "0x99"))
+    assert servers.cause("fine") == "no error in the log"

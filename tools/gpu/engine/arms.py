@@ -1,0 +1,156 @@
+"""Which servers there are, what each stage asks of them, and their command lines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+SERVER = """
+--host 127.0.0.1 --attention-backend triton --sampling-backend pytorch --linear-attn-backend triton
+--max-running-requests 8 --cuda-graph-bs-decode 1 2 4 8 --context-length 2048 --random-seed 1
+--mamba-ssm-dtype float32 --disable-prefill-cuda-graph --enable-metrics --watchdog-timeout 900
+""".split()  # noqa: SIM905 - as it is typed
+SMALL_POOLS = "--mem-fraction-static 0.88 --max-total-tokens 32768 --max-mamba-cache-size 96".split()  # noqa: SIM905
+DRAFTING = ["--speculative-draft-attention-backend", "triton"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of serving: `algorithm` None is plain decoding; `config` is SGLANG_DDTREE_CONFIG."""
+
+    algorithm: str | None = None
+    width: int | None = None
+    config: dict[str, Any] | None = None
+    flags: tuple[str, ...] = ("--disable-radix-cache", "--grammar-backend", "none")
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def tree(
+    width: int,
+    builder: str = "best-first",
+    *,
+    topk: int = 16,
+    flags: tuple[str, ...] = Arm.flags,
+    **config: Any,
+) -> Arm:
+    keys = {"mode": "tree", "topk": topk, "builder": builder, "self_check": 0, **config}
+    return Arm("DDTREE", width, keys, flags)
+
+
+CACHED = ("--grammar-backend", "none")
+EAGER = (*Arm.flags, "--disable-cuda-graph")
+ARMS: dict[str, Arm] = {
+    "ar": Arm(),
+    "dflash": Arm("DFLASH"),
+    "shadow": Arm("DDTREE", None, {"mode": "shadow", "budget": 63}),
+    "chain": tree(BLOCK, topk=1),
+    "tree16-eager": tree(16, flags=EAGER),
+    "tree8": tree(8),
+    "tree16": tree(16),
+    "tree16-torch": tree(16, build_kernel="torch"),
+    # With the cache on, as it is served, and with the start-up self-check, as users start it.
+    "tree16-cached": tree(16, flags=CACHED, self_check=2),
+    "tree32": tree(32),
+    "tree64": tree(64),
+    "tree16-check": tree(16, self_check=100),
+    "tree32-check": tree(32, self_check=100),
+    "tree64-check": tree(64, self_check=25),
+    "tree32-spine": tree(32, "spine-first"),
+    "tree64-spine": tree(64, "spine-first"),
+    "tree32-log": tree(32, step_log="@steps"),
+    "tree32-fused-move": Arm(
+        "DDTREE",
+        32,
+        tree(32).config,
+        environment=(("SGLANG_NATIVE_MOVE_KV_CACHE", "0"),),
+    ),
+    "tree32-cached": tree(32, flags=CACHED),
+    "tree32-pages": tree(32, flags=(*CACHED, "--page-size", "16")),
+    "tree32-grammar": tree(32, flags=("--disable-radix-cache", "--grammar-backend", "xgrammar")),
+    "unsafe32": tree(32, mode="unsafe", allow_hybrid_unsafe=True),
+    "ar-tp2": Arm(flags=(*Arm.flags, "--tp-size", "2")),
+    "tree32-tp2": tree(32, flags=(*Arm.flags, "--tp-size", "2")),
+}
+
+# Stage -> arms and what each has to serve. `ar` is the reference and answers questions about ties.
+STAGES: dict[str, dict[str, list[str]]] = {
+    # What fails to start here is started again in simpler ways, which says where to look (diagnosis.py).
+    "smoke": {
+        "ar": ["greedy"],
+        "dflash": ["greedy"],
+        "shadow": ["greedy", "info"],
+        "chain": ["greedy", "info"],
+        "tree16": ["greedy", "padded", "kinds", "info"],
+        "tree16-cached": ["greedy", "cache", "info"],
+        "tree32": ["greedy", "info"],
+    },
+    # The same trees without graphs, and from the builder in torch.
+    "paths": {
+        "tree16": ["greedy", "info"],
+        "tree16-eager": ["greedy", "info"],
+        "tree16-torch": ["greedy", "info"],
+    },
+    "a": {"dflash": ["greedy"], "shadow": ["greedy", "info"]},
+    "b": {"dflash": ["greedy"], "chain": ["greedy", "info"]},
+    "c": {"tree16-check": ["info"], "tree32-check": ["info"], "tree64-check": ["info"]},
+    "d": {
+        "ar": ["greedy", "ties"],
+        "dflash": ["greedy"],
+        "tree8": ["greedy", "info"],
+        "tree16": ["greedy", "info"],
+        "tree32": ["greedy", "info"],
+        "tree64": ["greedy", "info"],
+        "tree32-fused-move": ["greedy", "info"],
+    },
+    "e": {"tree32-log": ["greedy", "info", "steps"]},
+    "f": {
+        "tree32-spine": ["greedy", "info"],
+        "tree64-spine": ["greedy", "info"],
+        "tree32": ["greedy", "info"],
+    },
+    "g": {"tree32": ["greedy", "info"]},
+    "h": {
+        "ar": ["greedy", "ties"],
+        "tree32-cached": ["greedy", "cache", "lengths", "batches", "aborts", "load", "info"],
+        "tree32-pages": ["greedy", "cache", "lengths", "info"],
+    },
+    "features": {
+        "ar": ["greedy", "features", "ties"],
+        "tree32-grammar": ["greedy", "features", "grammar", "refusals", "fixtures", "info"],
+        "shadow": ["refusals"],
+    },
+    "i": {"ar": ["draws"], "tree32": ["draws"], "dflash": ["draws"]},
+    "j": {"ar": ["greedy", "ties"], "tree32": ["greedy", "info"], "unsafe32": ["greedy", "info"]},
+    "k": {"ar-tp2": ["greedy", "ties"], "tree32-tp2": ["greedy", "info"]},
+}
+# Stages that are not gates' arms: their own servers, one at a time.
+EXTRA_STAGES = ("step",)
+
+
+def plan_of(stages: list[str]) -> dict[str, list[str]]:
+    """Arm -> its workloads, in the order of the stages."""
+    allowed = [*STAGES, *EXTRA_STAGES]
+    unknown = [stage for stage in stages if stage not in allowed]
+    if unknown:
+        raise SystemExit(f"--stages: found {', '.join(unknown)}, allowed are {', '.join(allowed)}")
+    work: dict[str, list[str]] = {}
+    for stage in stages:
+        for arm, workloads in STAGES.get(stage, {}).items():
+            mine = work.setdefault(arm, [])
+            mine += [name for name in workloads if name not in mine]
+    return work
+
+
+def argv_of(pair: Path, arm: Arm, port: int) -> list[str]:
+    """SGLang's command line for an arm on the small pair in folder `pair`."""
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(pair / "target")]
+    argv += ["--port", str(port), *SERVER, *SMALL_POOLS, *arm.flags]
+    if arm.algorithm is not None:
+        argv += ["--speculative-algorithm", arm.algorithm, *DRAFTING]
+        argv += ["--speculative-draft-model-path", str(pair / "drafter")]
+    if arm.width is not None:
+        argv += ["--speculative-num-draft-tokens", str(arm.width)]
+    return argv

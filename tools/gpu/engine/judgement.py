@@ -1,0 +1,143 @@
+"""What can be said on the spot, without statistics: identical outputs, ties, counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from engine.host import Context
+from engine.servers import Server
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[int], list[int]]]:
+    """(where, number, prompt, one output, the other) of all executions that should agree."""
+    outputs = greedy_outputs(context)
+    for reference in ("ar", "ar-tp2", "dflash"):
+        for arm, rows in outputs.items():
+            if reference not in outputs or arm == reference or (reference == "ar" and "tp2" in arm):
+                continue
+            for number, (mine, theirs) in enumerate(zip(rows, outputs[reference], strict=True)):
+                yield f"{arm} against {reference}", number, context.prompts[number], mine, theirs
+    for arm, runs in context.results.items():
+        for workload in ("cache", "lengths"):
+            for number, row in enumerate(runs.get(workload, ())):
+                yield f"{arm} {workload}", number, row["prefix"], row["warm"], row["cold"]
+        for workload, named in (("batches", "batch"), ("padded", "padded batch")):
+            sizes = runs.get(workload, {})
+            for size, rows in sizes.items():
+                for number, (mine, theirs) in enumerate(zip(rows, sizes["1"], strict=True)):
+                    yield f"{arm} {named} {size}", number, context.prompts[number], mine, theirs
+        loaded = runs.get("load")
+        if loaded:
+            # Named even when nothing differed.
+            yield f"{arm} load", 0, [], [], []
+        for problem in loaded["problems"] if loaded else ():
+            if isinstance(problem["problem"], dict):
+                number = problem["prompt"]
+                mine, theirs = problem["problem"]["output_ids"], loaded["expected"][number]
+                yield f"{arm} load", number, loaded["prefixes"][number], mine, theirs
+
+
+def greedy_outputs(context: Context) -> dict[str, list[list[int]]]:
+    return {
+        arm: [row["output_ids"] for row in runs["greedy"]]
+        for arm, runs in context.results.items()
+        if "greedy" in runs
+    }
+
+
+def ask_about_ties(context: Context, server: Server) -> dict[str, Any]:
+    """The reference's two best tokens after every prefix at which two executions part.
+
+    `compared` names every comparison that was made, also those without a difference.
+    """
+    compared: set[str] = set()
+    questions = []
+    for where, number, prompt, mine, theirs in comparisons(context):
+        compared.add(where)
+        place = common_prefix(mine, theirs)
+        if place == min(len(mine), len(theirs)):
+            continue
+        if context.seconds_left() < 20:
+            context.left_over.append("tie questions")
+            break
+        answer = server.generate(prompt + mine[:place], 1, return_logprob=True, top_logprobs_num=2)
+        best = answer["meta_info"]["output_top_logprobs"][0]
+        questions.append(
+            {
+                "where": where,
+                "prompt": number,
+                "place": place,
+                "tokens": [mine[place], theirs[place]],
+                "best": best,
+                "gap": best[0][0] - best[1][0],
+            }
+        )
+    return {"compared": sorted(compared), "questions": questions}
+
+
+def judge(context: Context) -> None:
+    """Figures without statistics, printed and kept."""
+    lines: dict[str, Any] = {}
+    outputs = greedy_outputs(context)
+    for arm, runs in context.results.items():
+        line: dict[str, Any] = {}
+        if "greedy" in runs:
+            steps_taken = sum(row["meta"].get("spec_verify_ct", 0) for row in runs["greedy"])
+            tokens = sum(len(row["output_ids"]) for row in runs["greedy"])
+            line["accept_length"] = tokens / steps_taken if steps_taken else None
+            for reference in ("ar", "dflash"):
+                if reference in outputs and arm != reference:
+                    same = [
+                        mine == theirs for mine, theirs in zip(outputs[arm], outputs[reference], strict=True)
+                    ]
+                    line[f"identical_to_{reference}"] = f"{sum(same)}/{len(same)}"
+        described = (runs.get("info") or {}).get("ddtree") or {}
+        for key in (
+            "requests",
+            "tree_kernel_requests",
+            "below_spine",
+            "spine_accept_length",
+            "shadow_accept_length",
+        ):
+            if key in described:
+                line[key] = described[key]
+        if described.get("self_check"):
+            check = dict(described["self_check"])
+            check.pop("errors", None)
+            line["self_check"] = check
+        if line:
+            lines[arm] = line
+    asked = context.results.get(context.judge, {}).get("differences", {}).get("questions", [])
+    noise = tie_noise(context)
+    lines["ties"] = {
+        "questions": len(asked),
+        "noise": noise,
+        "largest_gap": max((q["gap"] for q in asked), default=0),
+    }
+    if noise is not None:
+        lines["ties"]["not_near"] = [q["where"] for q in asked if q["gap"] > 2 * noise]
+    context.keep(context.judge, "figures", lines)
+    print(json.dumps(lines, indent=1), flush=True)
+
+
+def tie_noise(context: Context) -> float | None:
+    """Largest change of the two best tokens' distance between valid executions of one prefix."""
+    rows = [row for runs in context.results.values() for row in runs.get("ties", ())]
+    changes = []
+    for row in rows:
+        variants = [row["decode"], row["prefill"], *row["batched"]]
+        by_token = [{entry[1]: entry[0] for entry in variant} for variant in variants]
+        tokens = set.intersection(*(set(values) for values in by_token))
+        for token in tokens:
+            values = [entry[token] for entry in by_token]
+            changes.append(max(values) - min(values))
+    return max(changes) if changes else None
