@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -36,7 +36,8 @@ class TargetShape:
     def keys(self) -> dict[str, Any]:
         """The keys of a `config.json` that hold these sizes."""
         sizes = {key: getattr(self, name) for name, key in TARGET_KEYS.items()}
-        return sizes | {"num_hidden_layers": len(self.layers), "layer_types": list(self.layers)}
+        layers = {"num_hidden_layers": len(self.layers), "layer_types": list(self.layers)}
+        return sizes | layers | {"full_attention_interval": full_attention_interval(self.layers)}
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,17 @@ DFLASH_27B = DrafterShape(
     captured=(1, 16, 31, 46, 61),
     target_layers=64,
 )
+
+
+def full_attention_interval(layers: Sequence[str]) -> int:
+    """n, where every n-th layer is full attention and no other: SGLang reads layer types from it.
+
+    Raises `InputError` for layers without such an n.
+    """
+    interval = layers.index(FULL) + 1 if FULL in layers else 0
+    if not interval or any((kind == FULL) != (i % interval == 0) for i, kind in enumerate(layers, start=1)):
+        raise InputError(f"layers: found {', '.join(layers)}; allowed is full attention in every n-th")
+    return interval
 
 
 def scale(small: int, wide: int) -> int:

@@ -285,13 +285,15 @@ def test_heads_that_leave_their_group_show(name, expected, tied, tmp_path, monke
     assert error(expected, run(*load_wide(tmp_path))) > 5 * TOLERANCE
 
 
-@pytest.mark.parametrize("places", [(1, 3, 5, 6, 8), (1, 3, 8, 7, 11), (0, 1, 2, 3, 5), (1, 3, 5, 9, 11)])
+@pytest.mark.parametrize(
+    "places", [(1, 2, 3, 8, 9), (1, 2, 4, 5, 9), (4, 2, 1, 8, 9), (1, 2, 4, 11, 9), (1, 2, 4, 8, 6)]
+)
 def test_layers_out_of_place_show(places, expected, tied, tmp_path):
     beds = beds_of(tied, WIDE, WIDE_DRAFTER)
     write_folders(tmp_path, tied, replace(beds, target=replace(beds.target, places=places)))
     shown = error(expected, run(*load_wide(tmp_path))) > 5 * TOLERANCE
-    # Layer 6 is before the capture at 7 as well: the same model.
-    assert shown == (places != (1, 3, 5, 6, 8))
+    # Layer 3 is before the capture at 5 as well: the same model.
+    assert shown == (places != (1, 2, 3, 8, 9))
 
 
 def test_the_shipped_pair_at_four_times_its_width(tmp_path):

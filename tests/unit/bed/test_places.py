@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ddtree_engine.bed.embed import DrafterBed, TargetBed
 from ddtree_engine.bed.places import layer_places
-from ddtree_engine.bed.shapes import DFLASH_27B, QWEN36_27B, scale
+from ddtree_engine.bed.shapes import DFLASH_27B, QWEN36_27B, full_attention_interval, scale
 from ddtree_engine.reference.config import FULL, LINEAR
 from ddtree_engine.reference.errors import InputError
 
@@ -39,6 +39,17 @@ def test_layers_keep_their_type_and_order_and_what_a_capture_sees(small, wide, c
             layer_places(small, wide, *captured)
         return
     assert layer_places(small, wide, *captured) == expected
+
+
+@pytest.mark.parametrize(("layers", "interval"), [(PAIR, 4), ((L, F), 2), ((F, F), 1), ((L, F, L), 2)])
+def test_every_nth_layer_is_full_attention(layers, interval):
+    assert full_attention_interval(layers) == interval
+
+
+@pytest.mark.parametrize("layers", [(L, L), (L, F, F), (L, F, L, L), (F, L)])
+def test_layers_that_sglang_would_read_otherwise_are_refused(layers):
+    with pytest.raises(InputError, match="every n-th"):
+        full_attention_interval(layers)
 
 
 @pytest.mark.parametrize(("wide", "root"), [(320, 1), (1280, 2), (5120, 4), (20480, 8)])
