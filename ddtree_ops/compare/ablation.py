@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import pandas as pd
 
-from ddtree_ops.compare.frames import by_prompt
+from ddtree_ops.compare.frames import paired_sums
 from ddtree_ops.compare.measures import Measures, column, differences
-from ddtree_ops.compare.statistics import Bootstrap, Interval
+from ddtree_ops.compare.statistics import Bootstrap, Interval, Values
 from ddtree_ops.compare.verdicts import Metric, baseline_for, paired_ratio
 from ddtree_ops.schemas.arms import Arm
 
@@ -51,11 +51,10 @@ def shadow_biases(measures: Sequence[Measures], *, seed: int = 0) -> list[Shadow
         tree = _same_budget(shadow, measures)
         if tree is None or not tree.cell.complete:
             continue
-        ours, theirs = by_prompt(shadow.frame), by_prompt(tree.frame)
-        common = ours.index.intersection(theirs.index)
-        estimated = _rate(ours.loc[common], "shadow_tokens", "shadow_steps")
-        counted = _rate(theirs.loc[common], "step_tokens", "counted_steps")
-        bootstrap = Bootstrap(len(common), seed=seed)
+        ours, theirs, prompts = paired_sums(shadow.frame, tree.frame)
+        estimated = _rate(ours, "shadow_tokens", "shadow_steps")
+        counted = _rate(theirs, "step_tokens", "counted_steps")
+        bootstrap = Bootstrap(prompts, positions=len(ours), seed=seed)
         ratio, measured = bootstrap.ratio_of_rates(estimated, counted), bootstrap.ratio_of_sums(*counted)
         if ratio is not None and measured is not None:
             biases.append(ShadowBias(shadow, tree, measured, ratio))
@@ -83,10 +82,9 @@ def leaks(measures: Sequence[Measures], *, seed: int = 0) -> list[Leak]:
 
 def _pass_time(unsafe: Measures, tree: Measures, seed: int) -> Interval | None:
     """Request time per target pass: what forking costs apart from how many passes the outputs needed."""
-    ours, theirs = by_prompt(unsafe.frame), by_prompt(tree.frame)
-    common = ours.index.intersection(theirs.index)
-    return Bootstrap(len(common), seed=seed).ratio_of_rates(
-        _rate(ours.loc[common], "e2e_s", "target_steps"), _rate(theirs.loc[common], "e2e_s", "target_steps")
+    ours, theirs, prompts = paired_sums(unsafe.frame, tree.frame)
+    return Bootstrap(prompts, positions=len(ours), seed=seed).ratio_of_rates(
+        _rate(ours, "e2e_s", "target_steps"), _rate(theirs, "e2e_s", "target_steps")
     )
 
 
@@ -101,5 +99,5 @@ def _tree_of(item: Measures) -> tuple[object, ...]:
     return item.cell.load, item.cell.budget, item.cell.builder
 
 
-def _rate(sums: pd.DataFrame, numerator: str, denominator: str) -> tuple[list[float], list[float]]:
-    return column(sums, numerator), column(sums, denominator)
+def _rate(parts: Mapping[int, pd.DataFrame], numerator: str, denominator: str) -> tuple[Values, Values]:
+    return column(parts, numerator), column(parts, denominator)

@@ -44,6 +44,36 @@ def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
     return grouped.sum(min_count=1).droplevel("prompt_index")
 
 
+def by_position(frame: pd.DataFrame) -> dict[int, pd.DataFrame]:
+    """:func:`by_prompt` of each position, all over the same prompts.
+
+    One frame of everything, as position 0, where a position lacks prompts: an unfinished cell.
+    """
+    whole = by_prompt(frame)
+    if frame.empty:
+        return {0: whole}
+    positions = sorted({int(position) for position in frame["position"]})
+    parts = {position: by_prompt(frame[frame["position"] == position]) for position in positions}
+    full = all(part.index.equals(whole.index) for part in parts.values())
+    return parts if full else {0: whole}
+
+
+def paired_sums(
+    ours: pd.DataFrame, theirs: pd.DataFrame
+) -> tuple[dict[int, pd.DataFrame], dict[int, pd.DataFrame], int]:
+    """:func:`by_position` of two cells over the prompts that both answered, and how many those are.
+
+    Cells with other positions (of two runs) are paired by prompt alone.
+    """
+    parts, others = by_position(ours), by_position(theirs)
+    if parts.keys() != others.keys():
+        parts, others = {0: by_prompt(ours)}, {0: by_prompt(theirs)}
+    first, second = next(iter(parts.values())), next(iter(others.values()))
+    common = [prompt for prompt in second.index if prompt in first.index]
+    mine = {position: part.loc[common] for position, part in parts.items()}
+    return mine, {position: part.loc[common] for position, part in others.items()}, len(common)
+
+
 def target_steps(arm: Arm, row: RequestRow) -> int | None:
     """Target passes that a request decoded with: its verify steps; a token each for ``ar``."""
     return row.completion_tokens if arm is Arm.AR else row.verify_steps
@@ -112,4 +142,6 @@ def _request(cell: Cell, row: RequestRow) -> dict[str, Any]:
         "counted_steps": steps[1] if steps else None,
         "loop": row.loop,
         "empty": row.empty,
+        "position": row.position,
+        "place": row.place,
     }

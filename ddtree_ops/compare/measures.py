@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 
-from ddtree_ops.compare.frames import by_prompt, cell_frame
+from ddtree_ops.compare.frames import by_position, by_prompt, cell_frame
 from ddtree_ops.compare.load import Cell
-from ddtree_ops.compare.statistics import Bootstrap, Interval
+from ddtree_ops.compare.statistics import Bootstrap, Interval, Values
 from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.schemas.results import Parity, RequestRow, StageSeconds
 
@@ -69,17 +69,18 @@ def measure(cell: Cell, *, seed: int = 0) -> Measures:
     """Measure a cell; the bootstrap draws depend on ``seed`` and the number of prompts only."""
     frame = cell_frame(cell)
     sums = by_prompt(frame)
+    parts = by_position(frame)
     rows = cell.ok_rows
-    bootstrap = Bootstrap(len(sums), seed=seed)
+    bootstrap = Bootstrap(len(sums), positions=len(parts), seed=seed)
     return Measures(
         cell=cell,
         frame=frame,
         prompts=len(sums),
         completion_tokens=sum(row.completion_tokens for row in rows),
         verify_steps=_total(row.verify_steps for row in rows),
-        accept_length=rate(bootstrap, sums, "completion_tokens", "target_steps"),
-        tokens_per_second=rate(bootstrap, sums, "completion_tokens", "e2e_s"),
-        shadow_estimate=rate(bootstrap, sums, "shadow_tokens", "shadow_steps"),
+        accept_length=rate(bootstrap, parts, "completion_tokens", "target_steps"),
+        tokens_per_second=rate(bootstrap, parts, "completion_tokens", "e2e_s"),
+        shadow_estimate=rate(bootstrap, parts, "shadow_tokens", "shadow_steps"),
         spine_accept_length=_spine(sums),
         histogram=_histogram(rows),
         stage_ms=_stage_ms(cell.arm, rows),
@@ -93,15 +94,23 @@ def measure(cell: Cell, *, seed: int = 0) -> Measures:
     )
 
 
-def rate(bootstrap: Bootstrap, sums: pd.DataFrame, numerator: str, denominator: str) -> Interval | None:
-    """Ratio of two summed columns; None where a prompt lacks one of them."""
-    if sums.empty or bool(sums[[numerator, denominator]].isna().any(axis=None)):
+def rate(
+    bootstrap: Bootstrap, parts: Mapping[int, pd.DataFrame], numerator: str, denominator: str
+) -> Interval | None:
+    """Ratio of two summed columns of the positions' sums; None where a prompt lacks one of them."""
+    if any(part.empty or lacks(part, numerator, denominator) for part in parts.values()):
         return None
-    return bootstrap.ratio_of_sums(column(sums, numerator), column(sums, denominator))
+    return bootstrap.ratio_of_sums(column(parts, numerator), column(parts, denominator))
 
 
-def column(sums: pd.DataFrame, name: str) -> list[float]:
-    return [float(value) for value in sums[name]]
+def column(parts: Mapping[int, pd.DataFrame], name: str) -> Values:
+    """A row of numbers for each position."""
+    return [[float(value) for value in part[name]] for part in parts.values()]
+
+
+def lacks(sums: pd.DataFrame, *names: str) -> bool:
+    """Whether a prompt has no number in one of these columns."""
+    return bool(sums[list(names)].isna().any(axis=None))
 
 
 def unstable_prompts(cell: Cell) -> int:

@@ -13,9 +13,9 @@ from enum import StrEnum
 
 import pandas as pd
 
-from ddtree_ops.compare.frames import by_prompt
+from ddtree_ops.compare.frames import by_prompt, paired_sums
 from ddtree_ops.compare.load import Cell, Load
-from ddtree_ops.compare.measures import Measures, column, holds
+from ddtree_ops.compare.measures import Measures, column, holds, lacks
 from ddtree_ops.compare.statistics import MIN_PROMPTS, Bootstrap, Direction, Interval, direction, split_halves
 from ddtree_ops.schemas.arms import Arm
 
@@ -139,13 +139,12 @@ def judge(candidate: Measures, baseline: Measures, metric: Metric, *, seed: int 
 def paired_ratio(
     candidate: pd.DataFrame, baseline: pd.DataFrame, metric: Metric, *, seed: int = 0
 ) -> Interval | None:
-    """Candidate's rate over the baseline's, over the prompts that both answered."""
-    pairs = _paired_sums(candidate, baseline, metric)
-    if pairs is None:
-        return None
-    ours, theirs = pairs
+    """Candidate's rate over the baseline's, over the prompts that both answered, paired by position, too."""
+    ours, theirs, prompts = paired_sums(candidate, baseline)
     top, bottom = metric.columns
-    return Bootstrap(len(ours), seed=seed).ratio_of_rates(
+    if not prompts or any(lacks(part, top, bottom) for part in (*ours.values(), *theirs.values())):
+        return None
+    return Bootstrap(prompts, positions=len(ours), seed=seed).ratio_of_rates(
         (column(ours, top), column(ours, bottom)), (column(theirs, top), column(theirs, bottom))
     )
 
@@ -249,24 +248,15 @@ def _obstacle(candidate: Measures, baseline: Measures) -> str | None:
     return None
 
 
-def _paired_sums(
-    candidate: pd.DataFrame, baseline: pd.DataFrame, metric: Metric
-) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    ours, theirs = by_prompt(candidate), by_prompt(baseline)
-    common = [prompt for prompt in theirs.index if prompt in ours.index]
-    if not common:
-        return None
-    ours, theirs = ours.loc[common], theirs.loc[common]
-    names = list(metric.columns)
-    if bool(ours[names].isna().any(axis=None)) or bool(theirs[names].isna().any(axis=None)):
-        return None
-    return ours, theirs
-
-
 def _contrary_repeats(
     candidate: pd.DataFrame, baseline: pd.DataFrame, metric: Metric, ratio: Interval
 ) -> str | None:
-    """Resampling prompts can't see what changes between repeats, so each must point the same way."""
+    """Resampling prompts can't see what changes between repeats, so each must point the same way.
+
+    Where each repeat has a position of its own, the interval holds what changes between them.
+    """
+    if ratio.positions > 1:
+        return None
     repeats = sorted(set(candidate["repeat"]) & set(baseline["repeat"]))
     if len(repeats) < 2:
         return None

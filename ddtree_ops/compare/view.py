@@ -13,13 +13,14 @@ import yaml
 from ddtree_ops.compare.ablation import Leak, ShadowBias, leaks, shadow_biases
 from ddtree_ops.compare.analysis import SEED, Analysis
 from ddtree_ops.compare.checks import Check
+from ddtree_ops.compare.frames import by_position
 from ddtree_ops.compare.headline import CPU_NOTE, headline
 from ddtree_ops.compare.load import Load
 from ddtree_ops.compare.measures import STAGES, Measures, Quantiles, parity_total
 from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
-from ddtree_ops.schemas.results import Gate, GateStatus, ParityFinding
+from ddtree_ops.schemas.results import CellSpec, Gate, GateStatus, ParityFinding
 
 DASH = "–"
 
@@ -78,6 +79,7 @@ class LoadView:
     shadow: Table | None
     stages: Table | None
     latency: Table
+    positions: Table | None
     unsafe: Table | None
     gates: Table
 
@@ -97,6 +99,7 @@ def build_view(analysis: Analysis, title: str | None) -> dict[str, Any]:
         "sweep_yaml": yaml.safe_dump(run.sweep, sort_keys=False, allow_unicode=True),
         "services": _services(analysis),
         "seed": SEED,
+        "positions": min(item.cell.spec.positions for item in analysis.measures),
     }
 
 
@@ -117,6 +120,7 @@ def _load(analysis: Analysis, load: Load) -> LoadView:
         shadow=_shadow_table(biases) if biases else None,
         stages=_stage_table(here),
         latency=_latency_table(here),
+        positions=_positions_table(here),
         unsafe=_unsafe_table(leaky) if leaky else None,
         gates=_gates_table(here),
     )
@@ -323,6 +327,35 @@ def _latency_table(here: Sequence[Measures]) -> Table:
     return Table("Request latency in milliseconds", columns, tuple(rows))
 
 
+def _positions_table(here: Sequence[Measures]) -> Table | None:
+    """Tokens per second at each start of a service, and how far the starts lie apart."""
+    most = max(item.cell.spec.positions for item in here)
+    if most < 2:
+        return None
+    rows = []
+    for item in here:
+        places = {row.position: row.place for row in item.cell.rows}
+        speeds = {
+            position: float(part["completion_tokens"].sum() / part["e2e_s"].sum())
+            for position, part in by_position(item.frame).items()
+            if len(part) and part["e2e_s"].sum() > 0
+        }
+        shown = [
+            f"{speeds[number]:.1f} ({_short_place(places.get(number))})" if number in speeds else DASH
+            for number in range(most)
+        ]
+        spread = f"{100 * (max(speeds.values()) / min(speeds.values()) - 1):.1f} %" if speeds else DASH
+        rows.append((item.cell.label, *shown, spread))
+    columns = ("arm", *(f"position {number + 1}" for number in range(most)), "largest / smallest - 1")
+    return Table("Tokens per second at each start of the service (and where it ran)", columns, tuple(rows))
+
+
+def _short_place(place: str | None) -> str:
+    """`gpu-a/GPU-12345678`: as much of a UUID as tells cards apart."""
+    host, slash, gpus = (place or DASH).partition("/")
+    return host + slash + "+".join(gpu[:12] for gpu in gpus.split("+"))
+
+
 def _unsafe_table(leaky: Sequence[Leak]) -> Table:
     rows = tuple(
         (
@@ -352,7 +385,7 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
     planned = cells + len(analysis.results.missing)
     facts = [
         ("cells", f"{cells} of {planned} sealed"),
-        ("prompts", f"{spec.prompts}, {spec.repeats} repeat{'s' if spec.repeats != 1 else ''} each"),
+        ("prompts", f"{spec.prompts}, {_often(spec)}"),
         ("answers", f"{spec.max_tokens} tokens{'' if spec.ignore_eos else ' at most'}"),
         ("builder", ", ".join(builder.value for builder in analysis.results.builders()) or DASH),
         ("engine", f"{spec.engine} {spec.engine_version}, {spec.dtype}"),
@@ -360,6 +393,12 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
     facts.append(("run", f"{run.run_id}, {_minute(run.started)}"))
     facts.append(("took", f"{run.seconds:.0f} s" if run.seconds is not None else "not finished"))
     return facts
+
+
+def _often(spec: CellSpec) -> str:
+    if spec.positions > 1:
+        return f"once at each of {spec.positions} positions"
+    return f"{spec.repeats} repeat{'s' if spec.repeats != 1 else ''} each"
 
 
 def _checks(checks: dict[str, Check]) -> list[tuple[str, str, str]]:

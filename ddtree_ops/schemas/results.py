@@ -38,6 +38,13 @@ class StoreHeader(Record):
     ddtree_version: str
 
 
+class CellRotation(Record):
+    """A cell that was measured at several positions, each a fresh start of its service in the next place."""
+
+    positions: int = Field(description="fresh starts; each measures every prompt once")
+    places: list[str] = Field(description="all places that the service has over the positions, sorted")
+
+
 class CellSpec(Record):
     """Everything that could change the cell's number. Its canonical JSON is hashed into the key."""
 
@@ -62,10 +69,16 @@ class CellSpec(Record):
     argv: list[str] = Field(description="the service's arguments, less port and paths")
     image_digest: str | None = None
     host_fingerprint: str
+    rotation: CellRotation | None = Field(None, description="null: one start of the service, in one place")
+
+    @property
+    def positions(self) -> int:
+        return self.rotation.positions if self.rotation else 1
 
     def key(self) -> str:
-        """sha256 (hex) of canonical JSON."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """sha256 (hex) of canonical JSON; without a rotation, that of specs from before there was one."""
+        data = self.model_dump(mode="json", exclude={"rotation"} if self.rotation is None else None)
+        canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -91,6 +104,10 @@ class RequestRow(Record):
     repeat: int
     round: int = Field(description="requests of one round were interleaved; pairs: (prompt_id, repeat)")
     order: int = Field(description="position in the run's order of sending")
+    position: int = Field(
+        0, description="which start of the service answered; more than one by rotation only"
+    )
+    place: str | None = Field(None, description="where the service ran: its host and GPUs; rotation only")
     sent_at: float = Field(description="Unix time")
     status: RequestStatus
     error: str | None = None
@@ -183,7 +200,7 @@ class Gate(Record):
 
 class CellState(StrEnum):
     COMPLETE = "complete"
-    FAILED = "failed"  # requests failed or the service died
+    FAILED = "failed"  # requests failed, or the service died before one was answered
     INVALID = "invalid"  # numbers exist but must not be used
 
 

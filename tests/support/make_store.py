@@ -21,6 +21,7 @@ import numpy as np
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.results import (
     CellRecord,
+    CellRotation,
     CellSpec,
     CellState,
     Environment,
@@ -69,12 +70,17 @@ class StorePlan:
     different: Mapping[CellName, int] = field(default_factory=dict)
     idle_kernels: Sequence[CellName] = ()
     below_spine: Sequence[CellName] = ()
+    #: Starts of every service, one for each repeat; each is faster or slower by `start_noise` as a whole.
+    positions: int = 1
+    start_noise: float = 0.0
     run_id: str = "20260101-000000-test"
 
 
 def make_store(path: Path, plan: StorePlan | None = None, **changes: Any) -> Path:
     """Write a store with one run and return its folder. ``changes`` override fields of the plan."""
     plan = replace(plan or StorePlan(), **changes)
+    if plan.positions > 1:
+        plan = replace(plan, repeats=plan.positions)
     path.mkdir(parents=True, exist_ok=True)
     if not (path / "store.json").exists():
         header = StoreHeader(created="2026-01-01T00:00:00Z", ddtree_version="0.1.0")
@@ -145,7 +151,12 @@ def _spec(plan: StorePlan, name: CellName, concurrency: int, temperature: float)
         dtype="float32",
         argv=["--arm", arm.value, *([] if budget is None else ["--budget", str(budget)])],
         host_fingerprint=plan.host,
+        rotation=CellRotation(positions=plan.positions, places=_places(plan)) if plan.positions > 1 else None,
     )
+
+
+def _places(plan: StorePlan) -> list[str]:
+    return [f"{plan.host}/GPU-{number:08x}-0000" for number in range(plan.positions)]
 
 
 def _rows(plan: StorePlan, spec: CellSpec) -> list[RequestRow]:
@@ -177,6 +188,8 @@ def _row(plan: StorePlan, spec: CellSpec, prompt: int, repeat: int, order: int) 
         repeat=repeat,
         round=repeat * plan.prompts + prompt,
         order=order,
+        position=repeat if plan.positions > 1 else 0,
+        place=_places(plan)[repeat] if plan.positions > 1 else None,
         sent_at=START + order,
         status=RequestStatus.OK,
         prompt_tokens=200 + prompt,
@@ -245,6 +258,8 @@ def _times(
     build = (0.0004 + 0.00001 * (spec.budget or 0)) if spec.arm.takes_budget else 0.0
     commit = 0.0009 if spec.arm in {Arm.DDTREE, Arm.UNSAFE} else 0.0002
     factor = moment * rng.lognormal(0, plan.noise / 2)
+    if plan.start_noise:
+        factor *= _rng(plan, "start", spec.arm.value, spec.budget, repeat).lognormal(0, plan.start_noise)
     ttft = 0.04 * factor * slow
     gaps = (draft + verify + build + commit) * factor * rng.lognormal(0, plan.noise, len(chunks) - 1)
     arrivals = [float(x) for x in np.concatenate([[ttft], ttft + np.cumsum(gaps)])]
