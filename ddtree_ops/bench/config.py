@@ -20,13 +20,13 @@ def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     """The sweep of a file (or of the defaults) with options of the command line on top.
 
     overrides  sweep keys; `engine` holds keys of the engine, `cluster` a cluster.yaml instead of any engine;
-               nulls are not given. `arms` are names.
+               and `rotate` whether its services move; nulls are not given. `arms` are names.
     Raises BadInput naming the file and key, or the option.
     """
     data = read_yaml(path) if path else {}
     if path:
         _resolve_paths(data, path.parent)
-    apart = {"engine", "cluster"}
+    apart = {"engine", "cluster", "rotate"}
     given = {key: value for key, value in overrides.items() if value is not None and key not in apart}
     engine = {key: value for key, value in (overrides.get("engine") or {}).items() if value is not None}
     if "arms" in given:
@@ -34,6 +34,8 @@ def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     cluster = overrides.get("cluster")
     if cluster is not None:
         data = {**data, "engine": {"kind": "cluster", "file": str(cluster)}}
+    if overrides.get("rotate"):
+        data = {**data, "engine": _rotating(data.get("engine"), path)}
     if engine:
         base = data.get("engine") or {"kind": "local"}
         if isinstance(base, dict) and base.get("kind") in {"external", "cluster"}:
@@ -47,6 +49,15 @@ def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
         return Sweep.model_validate({**data, **given})
     except pydantic.ValidationError as error:
         raise from_validation(error, file=path or "command line") from None
+
+
+def _rotating(engine: Any, path: Path | None) -> dict[str, Any]:
+    """A cluster's engine with `rotate` on. Raises BadInput for any other: its services have one place."""
+    kind = engine.get("kind") if isinstance(engine, dict) else None
+    if kind != "cluster":
+        allowed = "cluster, for --rotate: only the services of a cluster.yaml can be moved"
+        raise BadInput.at(file=path, key="engine.kind", found=kind or "local", allowed=allowed)
+    return {**engine, "rotate": True}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

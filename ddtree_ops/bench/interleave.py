@@ -7,7 +7,7 @@ higher concurrency a round is one pass of a cell over all prompts, and passes ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,7 +19,8 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
     return [*items[start:], *items[:start]]
 
 
-def prompt_rounds(prompts: int, repeats: int) -> Iterator[tuple[int, int, int]]:
-    """(round, repeat, prompt index) at concurrency 1."""
-    for round_ in range(prompts * repeats):
-        yield round_, *divmod(round_, prompts)
+def prompt_rounds(prompts: int, repeats: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """(round, repeat, prompt index) at concurrency 1; rounds count over all repeats from the first on."""
+    for repeat in repeats:
+        for index in range(prompts):
+            yield repeat * prompts + index, repeat, index

@@ -18,6 +18,7 @@ from ddtree_ops.schemas.results import CellSpec
 from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
 from ddtree_ops.services.argv import choice_builder
 from ddtree_ops.services.base import ServiceSpec
+from ddtree_ops.services.rotation import Rotation
 
 WARMUP_TOKENS = 16
 SERVICE_START_S = 6.0
@@ -52,10 +53,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
+    """rotation: null where every service stays in its place; else each repeat has a position of its own."""
+
     sweep: Sweep
     dataset: Dataset
     services: tuple[ServiceSpec, ...]
     blocks: tuple[Block, ...]
+    rotation: Rotation | None = None
 
     @property
     def cells(self) -> tuple[PlannedCell, ...]:
@@ -73,25 +77,31 @@ def cell_name(spec: CellSpec) -> str:
 
 
 def make_plan(
-    sweep: Sweep, dataset: Dataset, services: Sequence[ServiceSpec], *, host_fingerprint: str
+    sweep: Sweep,
+    dataset: Dataset,
+    services: Sequence[ServiceSpec],
+    *,
+    host_fingerprint: str,
+    rotation: Rotation | None = None,
 ) -> Plan:
     """Lay out the grid arms x budgets x concurrencies x temperatures.
 
     services  one for each arm and builder, or for each arm and budget where budgets are fixed at start
+    rotation  has as many positions as the sweep has repeats
     Raises BadInput when an arm or a budget has no service.
     """
     blocks = []
     for concurrency in sweep.concurrencies:
         for temperature in sweep.temperatures:
             cells = tuple(
-                _cell(sweep, dataset, service, budget, concurrency, temperature, host_fingerprint)
+                _cell(sweep, dataset, service, budget, concurrency, temperature, host_fingerprint, rotation)
                 for choice in sweep.arms
                 for budget in (choice.budgets or sweep.budgets if choice.arm.takes_budget else [None])
                 for service in [_service_for(services, choice.arm, _builder(sweep, choice), budget)]
             )
             blocks.append(Block(concurrency, temperature, cells))
     used = {cell.service.name for block in blocks for cell in block.cells}
-    return Plan(sweep, dataset, tuple(s for s in services if s.name in used), tuple(blocks))
+    return Plan(sweep, dataset, tuple(s for s in services if s.name in used), tuple(blocks), rotation)
 
 
 def eta_seconds(
@@ -110,10 +120,13 @@ def eta_seconds(
             continue
         if cell.spec.arm not in seconds_per_token:
             return None
-        tokens = cell.requests * cell.spec.max_tokens + cell.spec.warmup * WARMUP_TOKENS
+        warmups = cell.spec.warmup * cell.spec.positions
+        tokens = cell.requests * cell.spec.max_tokens + warmups * WARMUP_TOKENS
         # A CPU or one GPU stream gains little from concurrency; better late than surprised.
         total += tokens * seconds_per_token[cell.spec.arm] / math.sqrt(cell.spec.concurrency)
         starts.add(cell.service.name)
+    if starts and plan.rotation is not None:
+        start_s += plan.rotation.move_s * plan.rotation.positions
     return total + (start_s if starts else 0.0)
 
 
@@ -146,6 +159,7 @@ def _cell(
     concurrency: int,
     temperature: float,
     host_fingerprint: str,
+    rotation: Rotation | None,
 ) -> PlannedCell:
     identity = service.identity
     spec = CellSpec(
@@ -170,5 +184,6 @@ def _cell(
         argv=list(identity.argv),
         image_digest=identity.image_digest,
         host_fingerprint=host_fingerprint,
+        rotation=rotation.of(service.name) if rotation else None,
     )
     return PlannedCell(spec, spec.key(), service)

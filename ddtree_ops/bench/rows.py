@@ -29,7 +29,16 @@ def build_request(
 
 
 def make_row(
-    answer: Answer, cell: CellSpec, *, prompt: Prompt, prompt_index: int, repeat: int, round_: int, order: int
+    answer: Answer,
+    cell: CellSpec,
+    *,
+    prompt: Prompt,
+    prompt_index: int,
+    repeat: int,
+    round_: int,
+    order: int,
+    position: int = 0,
+    place: str | None = None,
 ) -> RequestRow:
     """The row of one request; a field that acceptance needs and the server left out fails the request."""
     meta = answer.meta_info
@@ -42,6 +51,8 @@ def make_row(
         repeat=repeat,
         round=round_,
         order=order,
+        position=position,
+        place=place,
         sent_at=answer.sent_at,
         status=RequestStatus.FAILED if error else RequestStatus.OK,
         error=error,

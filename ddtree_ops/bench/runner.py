@@ -11,21 +11,22 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import aiohttp
 
 from ddtree_ops.bench.client import generate, new_session
+from ddtree_ops.bench.crew import Crew, gather_all
 from ddtree_ops.bench.dataset import Prompt
-from ddtree_ops.bench.gates import DEFAULT_BLOCK, Evidence, failed, judge
+from ddtree_ops.bench.gates import DEFAULT_BLOCK, Evidence, judge
 from ddtree_ops.bench.interleave import prompt_rounds, rotated
 from ddtree_ops.bench.parity import TargetProbe, compare, first_difference
 from ddtree_ops.bench.plan import WARMUP_TOKENS, Block, Plan, PlannedCell, cell_name
+from ddtree_ops.bench.progress import Progress, Stay, stays
 from ddtree_ops.bench.rows import build_request, make_row
 from ddtree_ops.bench.store import Store
 from ddtree_ops.errors import Interrupted, JobFailed
@@ -48,8 +49,8 @@ from ddtree_ops.services.readiness import (
     ServiceDied,
     not_as_asked,
     require_alive_after_failure,
-    wait_ready,
 )
+from ddtree_ops.services.rotation import Mover
 
 #: A cell whose requests fail so often in a row is given up, lest a sweep spend its night in timeouts.
 GIVE_UP_AFTER = 3
@@ -76,28 +77,6 @@ class SweepOutcome:
         return [cell for cell in self.cells if cell.state is not CellState.COMPLETE]
 
 
-@dataclass
-class _Progress:
-    """A cell on its way to being sealed."""
-
-    cell: PlannedCell
-    service: Service
-    rows: list[RequestRow]
-    started: str
-    warm_output: list[int] = field(default_factory=list)
-    failures_in_a_row: int = 0
-    given_up: str | None = None
-    invalid: str | None = None
-    log: str = ""
-
-    @property
-    def open(self) -> bool:
-        return self.given_up is None and self.invalid is None
-
-    def done(self, repeat: int, index: int) -> bool:
-        return any(row.repeat == repeat and row.prompt_index == index for row in self.rows)
-
-
 def run_sweep(
     plan: Plan,
     store: Store,
@@ -105,11 +84,13 @@ def run_sweep(
     environment: Environment,
     out: Output,
     *,
+    mover: Mover | None = None,
     retry_failed: bool = False,
 ) -> SweepOutcome:
     """Measure what is not sealed yet and seal it.
 
     launcher_for   run id -> launcher, so that logs lie with their run
+    mover          for a plan with a rotation
     retry_failed   measure cells again that are sealed as failed or invalid; their old records are set aside
     Raises JobFailed when a service does not start, BadEnvironment when the store cannot be written or is in
     use, Interrupted on Ctrl-C and SIGTERM. Cells that fail are sealed as such and do not stop the others.
@@ -121,7 +102,7 @@ def run_sweep(
                 if record.state is not CellState.COMPLETE:
                     store.set_aside(key)
                     del sealed[key]
-        runner = SweepRunner(plan, store, launcher_for, environment, out, sealed)
+        runner = SweepRunner(plan, store, launcher_for, environment, out, sealed, mover=mover)
         try:
             with _terminate_like_interrupt():
                 return asyncio.run(runner.run())
@@ -145,6 +126,7 @@ class SweepRunner:
         out: Output,
         sealed: dict[str, CellRecord],
         *,
+        mover: Mover | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -157,10 +139,9 @@ class SweepRunner:
         self._now = now
         self._clock = clock
         self._run_id = store.new_run_id(now().strftime("%Y%m%dT%H%M%SZ"), plan.sweep.name)
-        self._launcher = launcher_for(self._run_id)
-        self._services: dict[str, Service] = {}
-        self._server_info: dict[str, dict[str, Any]] = {}
-        self._dead: set[str] = set()
+        self._crew = Crew(plan, launcher_for(self._run_id), mover, out)
+        self._stay = Stay(0, range(0))
+        self._begun: dict[str, Progress] = {}
         self._order = 0
         self._prompts = {prompt.id: prompt for prompt in plan.dataset.prompts}
 
@@ -175,10 +156,9 @@ class SweepRunner:
             )
         try:
             if self._pending(self._plan.cells):
-                await self._start_services()
-                await self._run_blocks()
+                await self._measure()
         finally:
-            self._stop_services()
+            self._crew.stop()
         run = run.model_copy(update={"ended": self._stamp(), "seconds": round(self._clock() - begun, 3)})
         self._store.write_run(run)
         cells = [self._sealed[cell.key] for cell in self._plan.cells if cell.key in self._sealed]
@@ -198,69 +178,84 @@ class SweepRunner:
             dataset={"name": dataset.name, "sha256": dataset.sha256, "prompts": len(dataset.prompts)},
         )
 
-    # Services
-
-    async def _start_services(self) -> None:
-        """Start what the pending cells need, and the references that judge them. All or nothing."""
-        pending = self._pending(self._plan.cells)
-        needed = {cell.service.name for cell in pending}
-        needed |= {service.name for service in self._plan.services if service.arm is Arm.AR}
-        golden = self._plan.dataset.prompts[0].request()
-        for spec in self._plan.services:
-            if spec.name in needed:
-                service = self._launcher.create(spec)
-                self._services[spec.name] = service
-                service.start()
-        infos = await _all(
-            wait_ready(service, golden, timeout_s=self._plan.sweep.start_timeout_s, note=self._out.note)
-            for service in self._services.values()
-        )
-        self._server_info = dict(zip(self._services, infos, strict=True))
-
-    def _stop_services(self) -> None:
-        """Stop all at once, so that grace periods do not add up."""
-        if not self._services:
-            return
-        with ThreadPoolExecutor(len(self._services)) as pool:
-            list(pool.map(lambda service: service.stop(), self._services.values()))
-
     # Load
 
-    async def _run_blocks(self) -> None:
-        total = sum(cell.requests for cell in self._pending(self._plan.cells))
+    async def _measure(self) -> None:
+        pending = self._pending(self._plan.cells)
+        self._begun = {cell.key: Progress(cell, self._store.partial(cell.key)) for cell in pending}
+        kept = [row for progress in self._begun.values() for row in progress.rows]
+        self._order = max((row.order + 1 for row in kept), default=0)
+        left = stays(self._plan, self._begun.values())
+        await self._take_up(left[0])
         most = max(block.concurrency for block in self._plan.blocks)
         headers = {name: text for spec in self._plan.services for name, text in spec.headers.items()}
         async with new_session(most, headers) as session:
-            with self._out.progress("requests", total) as advance:
-                for block in self._plan.blocks:
-                    await self._run_block(block, session, advance)
+            with self._out.progress("requests", sum(cell.requests for cell in pending)) as advance:
+                if kept:
+                    advance(len(kept), "kept from the interrupted run")
+                for stay in left:
+                    if stay is not left[0]:
+                        await self._take_up(stay)
+                    for block in self._plan.blocks:
+                        await self._run_block(block, stay, session, advance)
 
-    async def _run_block(self, block: Block, session: aiohttp.ClientSession, advance: Advance) -> None:
-        pending = [cell for cell in self._pending(block.cells) if cell.service.name not in self._dead]
-        if not pending:
+    async def _take_up(self, stay: Stay) -> None:
+        """Have what the cells need that can go on, and the references that judge them."""
+        going_on = [progress for progress in self._begun.values() if self._can_go_on(progress)]
+        if not going_on:
             return
-        cells = [self._begin(cell) for cell in pending]
-        if kept := sum(len(progress.rows) for progress in cells):
-            advance(kept, "kept from the interrupted run")
+        needed = {progress.cell.service.name for progress in going_on}
+        needed |= {service.name for service in self._plan.services if service.arm is Arm.AR}
+        troubles = await self._crew.take_up(stay, needed - self._crew.dead)
+        self._stay = stay
+        if self._plan.rotation is not None:
+            self._out.event("position", position=stay.position, failed=dict(troubles))
+        for progress in going_on:
+            progress.given_up = troubles.get(progress.cell.service.name)
+            if progress.given_up:
+                self._out.warning(f"{progress.cell.name}: {progress.given_up}")
+
+    def _can_go_on(self, progress: Progress) -> bool:
+        return progress.open and progress.cell.service.name not in self._crew.dead
+
+    async def _run_block(
+        self, block: Block, stay: Stay, session: aiohttp.ClientSession, advance: Advance
+    ) -> None:
+        """The block's load during a stay. After the last one its cells are judged: those whose service died
+        under another cell are not, and their rows are kept.
+        """
+        begun = [self._begun[cell.key] for cell in block.cells if cell.key in self._begun]
+        cells = [progress for progress in begun if self._can_go_on(progress)]
+        if any(progress.lacks(stay.repeats) for progress in cells):
+            await self._load(block, cells, stay, session, advance)
+        judged = [progress for progress in begun if progress in cells or not progress.open]
+        if stay.last and judged:
+            await self._judge_and_seal(block, judged, session)
+
+    async def _load(
+        self,
+        block: Block,
+        cells: Sequence[Progress],
+        stay: Stay,
+        session: aiohttp.ClientSession,
+        advance: Advance,
+    ) -> None:
+        for progress in cells:
+            progress.started = progress.started or self._stamp()
         await self._warm_up(cells, session)
         await self._probe_parity(cells, session)
         before = await self._totals(cells, session)
         if block.concurrency == 1:
-            await self._one_by_one(cells, session, advance)
+            await self._one_by_one(cells, stay, session, advance)
         else:
-            await self._closed_loop(cells, block.concurrency, session, advance)
+            await self._closed_loop(cells, stay, block.concurrency, session, advance)
         after = await self._totals(cells, session)
-        totals = {name: growth(found, after.get(name)) for name, found in before.items()}
-        await self._judge_and_seal(block, cells, session, totals)
+        for progress in cells:
+            name = progress.cell.service.name
+            if name in before:
+                progress.add_totals(growth(before[name], after.get(name)))
 
-    def _begin(self, cell: PlannedCell) -> _Progress:
-        rows = self._store.partial(cell.key)
-        self._order = max([self._order, *(row.order + 1 for row in rows)])
-        return _Progress(
-            cell, self._services[cell.service.name], rows, (rows and _iso(rows[0].sent_at)) or self._stamp()
-        )
-
-    async def _warm_up(self, cells: Sequence[_Progress], session: aiohttp.ClientSession) -> None:
+    async def _warm_up(self, cells: Sequence[Progress], session: aiohttp.ClientSession) -> None:
         """Requests that are dropped: they pay for first shapes, and their outputs are the parity probe."""
         prompts = self._plan.dataset.prompts
         for progress in cells:
@@ -274,7 +269,7 @@ class SweepRunner:
                 if number == 0:
                     progress.warm_output = row.output_ids
 
-    async def _probe_parity(self, cells: Sequence[_Progress], session: aiohttp.ClientSession) -> None:
+    async def _probe_parity(self, cells: Sequence[Progress], session: aiohttp.ClientSession) -> None:
         """Give up before any timing on an arm whose very first tokens are not the target's."""
         reference = next((one for one in cells if one.cell.spec.arm is Arm.AR and one.open), None)
         if reference is None or not reference.warm_output or reference.cell.spec.temperature > 0:
@@ -297,11 +292,11 @@ class SweepRunner:
                 self._out.warning(f"{progress.cell.name}: {progress.invalid}")
 
     async def _one_by_one(
-        self, cells: Sequence[_Progress], session: aiohttp.ClientSession, advance: Advance
+        self, cells: Sequence[Progress], stay: Stay, session: aiohttp.ClientSession, advance: Advance
     ) -> None:
         prompts = self._plan.dataset.prompts
-        for round_, repeat, index in prompt_rounds(len(prompts), self._plan.sweep.repeats):
-            rows: list[tuple[_Progress, RequestRow]] = []
+        for round_, repeat, index in prompt_rounds(len(prompts), stay.repeats):
+            rows: list[tuple[Progress, RequestRow]] = []
             for progress in rotated(cells, round_):
                 if not progress.open or progress.done(repeat, index):
                     continue
@@ -313,10 +308,15 @@ class SweepRunner:
                 self._keep(progress, [row])
 
     async def _closed_loop(
-        self, cells: Sequence[_Progress], concurrency: int, session: aiohttp.ClientSession, advance: Advance
+        self,
+        cells: Sequence[Progress],
+        stay: Stay,
+        concurrency: int,
+        session: aiohttp.ClientSession,
+        advance: Advance,
     ) -> None:
         prompts = self._plan.dataset.prompts
-        for repeat in range(self._plan.sweep.repeats):
+        for repeat in stay.repeats:
             for progress in rotated(cells, repeat):
                 todo = [index for index in range(len(prompts)) if not progress.done(repeat, index)]
                 if not progress.open or not todo:
@@ -325,7 +325,7 @@ class SweepRunner:
                 rows: list[RequestRow] = []
 
                 async def worker(
-                    queue: Iterator[int], progress: _Progress, rows: list[RequestRow], repeat: int
+                    queue: Iterator[int], progress: Progress, rows: list[RequestRow], repeat: int
                 ) -> None:
                     for index in queue:
                         if not progress.open:
@@ -336,12 +336,14 @@ class SweepRunner:
                         advance(1, progress.cell.name)
 
                 queue = iter(todo)
-                await _all(worker(queue, progress, rows, repeat) for _ in range(min(concurrency, len(todo))))
+                await gather_all(
+                    worker(queue, progress, rows, repeat) for _ in range(min(concurrency, len(todo)))
+                )
                 self._keep(progress, sorted(rows, key=lambda row: row.order))
 
     async def _send(
         self,
-        progress: _Progress,
+        progress: Progress,
         session: aiohttp.ClientSession,
         prompt: Prompt,
         index: int,
@@ -360,10 +362,18 @@ class SweepRunner:
             per_request_budget=cell.service.budget is None,
         )
         answer = await generate(
-            session, progress.service.url, request, timeout_s=self._plan.sweep.request_timeout_s
+            session, self._service(progress).url, request, timeout_s=self._plan.sweep.request_timeout_s
         )
         row = make_row(
-            answer, cell.spec, prompt=prompt, prompt_index=index, repeat=repeat, round_=round_, order=order
+            answer,
+            cell.spec,
+            prompt=prompt,
+            prompt_index=index,
+            repeat=repeat,
+            round_=round_,
+            order=order,
+            position=self._stay.position,
+            place=self._crew.place(cell.service.name, self._stay),
         )
         if max_tokens is None:
             if row.status is RequestStatus.FAILED:
@@ -372,14 +382,14 @@ class SweepRunner:
                 progress.failures_in_a_row = 0
         return row
 
-    async def _note_failure(self, progress: _Progress, error: str, *, at_once: bool = False) -> None:
+    async def _note_failure(self, progress: Progress, error: str, *, at_once: bool = False) -> None:
         """After a failed request: is the service dead, or failing so often that going on is pointless?"""
         progress.failures_in_a_row += 1
         try:
-            await require_alive_after_failure(progress.service)
+            await require_alive_after_failure(self._service(progress))
         except ServiceDied as death:
-            progress.given_up = death.message
-            self._dead.add(progress.cell.service.name)
+            progress.given_up, progress.died = death.message, True
+            self._crew.dead.add(progress.cell.service.name)
         else:
             if at_once:
                 progress.given_up = error
@@ -387,55 +397,55 @@ class SweepRunner:
                 progress.given_up = (
                     f"given up after {GIVE_UP_AFTER} failed requests in a row, the last: {error}"
                 )
-        progress.log = redact_text(progress.service.log_tail(LOG_TAIL_LINES))
+        progress.log = redact_text(self._service(progress).log_tail(LOG_TAIL_LINES))
         if progress.given_up:
             self._out.warning(f"{progress.cell.name}: {progress.given_up}")
 
-    async def _flush(self, progress: _Progress, session: aiohttp.ClientSession) -> None:
+    async def _flush(self, progress: Progress, session: aiohttp.ClientSession) -> None:
         """Empty the prefix cache. Whether that worked shows in the requests' cached tokens, which a gate
         reads.
         """
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             timeout = aiohttp.ClientTimeout(total=FLUSH_TIMEOUT_S)
             async with session.post(
-                f"{progress.service.url}/flush_cache?timeout=10", timeout=timeout
+                f"{self._service(progress).url}/flush_cache?timeout=10", timeout=timeout
             ) as answer:
                 await answer.read()
 
-    def _keep(self, progress: _Progress, rows: list[RequestRow]) -> None:
+    def _service(self, progress: Progress) -> Service:
+        """The cell's service as it runs now: after a move it is another one."""
+        return self._crew[progress.cell.service.name]
+
+    def _keep(self, progress: Progress, rows: list[RequestRow]) -> None:
         progress.rows.extend(rows)
         self._store.append_partial(progress.cell.key, rows)
 
     # Judgement
 
     async def _judge_and_seal(
-        self,
-        block: Block,
-        cells: Sequence[_Progress],
-        session: aiohttp.ClientSession,
-        totals: Mapping[str, Mapping[str, int] | None],
+        self, block: Block, cells: Sequence[Progress], session: aiohttp.ClientSession
     ) -> None:
         references = self._reference_rows(block, cells)
         complaints = {
-            name: await self._complaint(self._services[name], session)
-            for name in {progress.cell.service.name for progress in cells}
+            name: await self._complaint(self._crew[name], session)
+            for name in {progress.cell.service.name for progress in cells if progress.open}
         }
         for progress in cells:
             parity = await self._parity(progress, references, session)
             name = progress.cell.service.name
-            width = self._server_info.get(name, {}).get("ddtree", {}).get("block") or DEFAULT_BLOCK
+            width = self._crew.info.get(name, {}).get("ddtree", {}).get("block") or DEFAULT_BLOCK
             evidence = Evidence(
                 progress.cell.spec,
                 progress.rows,
                 parity,
                 references,
-                complaints[name],
+                complaints.get(name),
                 width,
-                totals.get(name),
+                progress.totals,
             )
             self._seal(progress, evidence)
 
-    def _reference_rows(self, block: Block, cells: Sequence[_Progress]) -> dict[Arm, list[RequestRow]]:
+    def _reference_rows(self, block: Block, cells: Sequence[Progress]) -> dict[Arm, list[RequestRow]]:
         """Rows of the block's `ar` and `dflash` cells, measured now or sealed before, unless they failed."""
         fresh = {progress.cell.key: progress for progress in cells}
         found: dict[Arm, list[RequestRow]] = {}
@@ -450,7 +460,7 @@ class SweepRunner:
         return found
 
     async def _parity(
-        self, progress: _Progress, references: dict[Arm, list[RequestRow]], session: aiohttp.ClientSession
+        self, progress: Progress, references: dict[Arm, list[RequestRow]], session: aiohttp.ClientSession
     ) -> list[Parity]:
         spec = progress.cell.spec
         if spec.temperature > 0 or not progress.open or spec.arm is Arm.AR:
@@ -467,11 +477,7 @@ class SweepRunner:
         prefill).
         """
         order = (Arm.AR, Arm.DFLASH, Arm.SHADOW, Arm.DDTREE)
-        living = [
-            service
-            for name, service in self._services.items()
-            if name not in self._dead and service.spec.arm in order and service.alive()
-        ]
+        living = [service for service in self._crew.living() if service.spec.arm in order]
         if not living:
             return None
         service = min(living, key=lambda one: order.index(one.spec.arm))
@@ -480,11 +486,11 @@ class SweepRunner:
         )
 
     async def _totals(
-        self, cells: Sequence[_Progress], session: aiohttp.ClientSession
+        self, cells: Sequence[Progress], session: aiohttp.ClientSession
     ) -> dict[str, dict[str, int] | None]:
         """Totals of the servers that keep some and serve one of these cells only, whose own they then are."""
         names = Counter(progress.cell.service.name for progress in cells)
-        alone = [name for name, count in names.items() if count == 1 and self._services[name].alive()]
+        alone = [name for name, count in names.items() if count == 1 and self._crew[name].alive()]
 
         async def read(service: Service) -> dict[str, int] | None:
             async def ask() -> Mapping[str, Any] | None:
@@ -496,7 +502,7 @@ class SweepRunner:
 
             return await settled_totals(ask)
 
-        return {name: await read(self._services[name]) for name in alone}
+        return {name: await read(self._crew[name]) for name in alone}
 
     async def _complaint(self, service: Service, session: aiohttp.ClientSession) -> str | None:
         """What is wrong with a service's arguments after the load; a dead one has its own reason."""
@@ -510,36 +516,24 @@ class SweepRunner:
             return "/server_info was no JSON object after the load"
         return not_as_asked(service.spec, info)
 
-    def _seal(self, progress: _Progress, evidence: Evidence) -> None:
+    def _seal(self, progress: Progress, evidence: Evidence) -> None:
         cell = progress.cell
-        failures = [row for row in progress.rows if row.status is RequestStatus.FAILED]
         gates = judge(evidence) if progress.open else []
-        state, reason = CellState.COMPLETE, None
-        if progress.given_up:
-            state, reason = CellState.FAILED, progress.given_up
-        elif progress.invalid:
-            state, reason = CellState.INVALID, progress.invalid
-        elif failures:
-            first = failures[0]
-            state = CellState.FAILED
-            reason = f"{len(failures)} of {cell.requests} requests failed; {first.prompt_id}: {first.error}"
-        elif bad := failed(gates):
-            state = CellState.INVALID
-            reason = "; ".join(f"gate {gate.id}: {gate.detail}" for gate in bad)
+        state, reason = progress.outcome(gates)
         record = CellRecord(
             key=cell.key,
             spec=cell.spec,
             run_id=self._run_id,
             state=state,
             reason=reason,
-            started=progress.started,
+            started=progress.started or self._stamp(),
             ended=self._stamp(),
             requests=len(progress.rows),
-            failed_requests=len(failures),
+            failed_requests=len(progress.failures),
             rows_sha256="",
             parity=list(evidence.parity),
             gates=gates,
-            server=self._server_info.get(cell.service.name, {}),
+            server=self._crew.info.get(cell.service.name, {}),
         )
         logs = {f"{cell.service.name}.log": progress.log} if progress.log else {}
         self._sealed[cell.key] = self._store.seal(record, progress.rows, logs)
@@ -583,24 +577,9 @@ def request_seed(seed: int, index: int, repeat: int) -> int:
     return (seed * 1_000_003 + repeat * 10_007 + index) % 2**31
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of concurrent work; the first error cancels the rest and is raised as it is, not in a group."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _sealed(plan: Plan, store: Store) -> dict[str, CellRecord]:
     found = {cell.key: store.cell(cell.key) for cell in plan.cells}
     return {key: record for key, record in found.items() if record is not None}
-
-
-def _iso(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).isoformat(timespec="milliseconds")
 
 
 @contextmanager

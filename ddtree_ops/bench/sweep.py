@@ -26,6 +26,7 @@ from ddtree_ops.services.base import Launcher, ServiceSpec
 from ddtree_ops.services.discover import external_services
 from ddtree_ops.services.external import ExternalLauncher
 from ddtree_ops.services.local import LocalLauncher
+from ddtree_ops.services.rotation import Mover, Rotation
 
 #: Seconds per token of the shipped pair on one core of a laptop, for a first guess.
 LOCAL_SECONDS_PER_TOKEN = {
@@ -44,6 +45,7 @@ class Attached:
     sweep        with the cluster's arms where it named none
     fingerprint  of the hosts and cards that serve
     close        lets go of the hosts; the services stay as they are
+    rotation     where services will be, and `mover` what brings them there; null where they stay
     """
 
     sweep: Sweep
@@ -51,6 +53,8 @@ class Attached:
     launcher: Launcher
     fingerprint: str
     close: Callable[[], None]
+    rotation: Rotation | None = None
+    mover: Mover | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,13 @@ def _prepare_on_cluster(
     attached = attach(sweep, engine, note=note)
     try:
         environment = environment.model_copy(update={"host_fingerprint": attached.fingerprint})
-        plan = make_plan(attached.sweep, dataset, attached.services, host_fingerprint=attached.fingerprint)
+        plan = make_plan(
+            attached.sweep,
+            dataset,
+            attached.services,
+            host_fingerprint=attached.fingerprint,
+            rotation=attached.rotation,
+        )
     except BaseException:
         attached.close()
         raise
@@ -120,7 +130,15 @@ def execute(
             return LocalLauncher(store.run_folder(run_id) / "logs")
         return ExternalLauncher()
 
-    outcome = run_sweep(prepared.plan, store, launcher, prepared.environment, out, retry_failed=retry_failed)
+    outcome = run_sweep(
+        prepared.plan,
+        store,
+        launcher,
+        prepared.environment,
+        out,
+        mover=prepared.attached.mover if prepared.attached else None,
+        retry_failed=retry_failed,
+    )
     return store, outcome
 
 
@@ -153,6 +171,7 @@ def describe(prepared: Prepared, results: Path) -> dict[str, Any]:
             }
             for cell in plan.cells
         ],
+        "rotation": _rotation(plan),
         "eta_seconds": None if eta is None else round(eta, 1),
     }
 
@@ -173,7 +192,25 @@ def show_plan(description: Mapping[str, Any], out: Output) -> None:
     out.table("Cells", ["cell", "C", "T", "requests", "state", "key"], rows)
     for service in description["services"]:
         out.line(f"{service['name']}: {service['url'] or ' '.join(service['argv'])}")
+    if rotation := description["rotation"]:
+        positions = rotation["positions"]
+        columns = ["service", *(f"position {number + 1}" for number in range(positions))]
+        title = f"{positions} positions: between two of them every service starts freshly in its next place"
+        out.table(title, columns, [[name, *places] for name, places in rotation["places"].items()])
     out.result(description, summary=f"{len(rows)} cells, {_about(description['eta_seconds'])}")
+
+
+def _rotation(plan: Plan) -> dict[str, Any] | None:
+    """Positions, how many moves there are between them, where each service is, and what a move may take."""
+    if plan.rotation is None:
+        return None
+    used = {service.name for service in plan.services}
+    return {
+        "positions": plan.rotation.positions,
+        "moves": plan.rotation.positions - 1,
+        "places": {name: list(places) for name, places in plan.rotation.places.items() if name in used},
+        "move_seconds": plan.rotation.move_s,
+    }
 
 
 def _about(seconds: float | None) -> str:

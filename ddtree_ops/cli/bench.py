@@ -24,6 +24,8 @@ ddtree bench sweep sweep.yaml --arm ar,ddtree --budget 15,31 --results results
 
 ddtree bench sweep --cluster cluster.yaml --concurrency 1,4 --repeats 3
 
+ddtree bench sweep --cluster cluster.yaml --rotate      every arm on every card
+
 The first is a laptop's sweep: ar, dflash, shadow and ddtree on the shipped pair.
 Sealed cells are skipped: the same command goes on after Ctrl-C. More in docs/sweeps.md.
 """
@@ -67,6 +69,10 @@ def sweep(
     cluster: Annotated[
         Path | None, typer.Option("--cluster", help="Measure the services of this cluster.yaml.")
     ] = None,
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="Restart its services in the next place between repeats."),
+    ] = False,
     results: common.Results = RESULTS,
     dry_run: common.DryRun = False,
     retry_failed: common.RetryFailed = False,
@@ -168,6 +174,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
     return {
         **{key: options[key] for key in plain},
         "cluster": options.get("cluster"),
+        "rotate": options.get("rotate"),
         "arms": common.split(options["arm"]),
         "budgets": common.integers("--budget", options["budget"], common.ALL_BUDGETS),
         "concurrencies": common.integers("--concurrency", options["concurrency"], "whole numbers, 1 to 256"),

@@ -19,6 +19,7 @@ from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.service import ContainerLauncher, Place
 from ddtree_ops.deploy.layout import Replica
 from ddtree_ops.deploy.render import expected_arguments, expected_block
+from ddtree_ops.deploy.rotation import ClusterMover, plan_rotation, rotating
 from ddtree_ops.deploy.session import ClusterSession, open_cluster
 from ddtree_ops.errors import BadEnvironment
 from ddtree_ops.schemas.arms import Arm, Builder
@@ -48,8 +49,10 @@ def attach(sweep: Sweep, engine: ClusterEngine, *, note: Note) -> Attached:
         session = stack.enter_context(open_cluster(engine.file, limit=engine.limit))
         sweep = _with_arms(sweep, session)
         arms = {choice.arm for choice in sweep.arms}
+        if engine.rotate:
+            session.turn_to(session.lock.turn)  # refused where cluster.yaml forbids to move services
         serving = [_serving(session, service) for service in session.cluster.services if service.arm in arms]
-        specs = [_spec(session, one) for one in serving]
+        specs = [_spec(session, one, rotates=engine.rotate) for one in serving]
         places = {
             spec.name: Place(
                 session.links[one.replica.host],
@@ -60,7 +63,16 @@ def attach(sweep: Sweep, engine: ClusterEngine, *, note: Note) -> Attached:
             for spec, one in zip(specs, serving, strict=True)
         }
         launcher = ContainerLauncher(places, note=note)
-        return Attached(sweep, specs, launcher, _fingerprint(session), stack.pop_all().close)
+        rotation = mover = None
+        if engine.rotate:
+            cards = session.known_cards()
+            measured = {spec.name: one.replica for spec, one in zip(specs, serving, strict=True)}
+            sweep = rotating(sweep, session.cluster, measured.values(), cards, note=note)
+            rotation = plan_rotation(session.cluster, measured, cards, sweep.repeats)
+            images = {spec.name: one.found.image for spec, one in zip(specs, serving, strict=True)}
+            mover = ClusterMover(session, rotation, measured, images)
+        close = stack.pop_all().close
+        return Attached(sweep, specs, launcher, _fingerprint(session), close, rotation, mover)
     raise AssertionError("not reached")
 
 
@@ -106,14 +118,14 @@ def _serving(session: ClusterSession, service: Service) -> Serving:
     )
 
 
-def _spec(session: ClusterSession, one: Serving) -> ServiceSpec:
+def _spec(session: ClusterSession, one: Serving, *, rotates: bool) -> ServiceSpec:
     service, cluster = one.replica.service, session.cluster
     url = session.url(one.replica)
     fixed = service.budget if cluster.engine is EngineKind.SGLANG else None
     entry = ExternalService(arm=service.arm, budget=fixed, url=HttpUrl(url))
     spec = describe_service(entry, fetch_server_info(url, headers=session.headers))
-    # Another card is another cell: cards differ.
-    place = (f"host={one.replica.host}", f"gpus={','.join(one.found.gpus)}")
+    # Another card is another cell, since cards differ; a rotation keys a cell by all the cards that it has.
+    place = () if rotates else (f"host={one.replica.host}", f"gpus={','.join(one.found.gpus)}")
     argv = (*spec.identity.argv, *place)
     return replace(
         spec,

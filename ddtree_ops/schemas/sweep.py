@@ -70,6 +70,11 @@ class ClusterEngine(StrictModel):
     kind: Literal["cluster"]
     file: Path = Field(description="the cluster.yaml")
     limit: list[str] = Field([], description="only these hosts")
+    rotate: bool = Field(
+        False,
+        description="services move on to the next place between repeats, each time freshly started; "
+        "repeats are as many as there are places unless they are named",
+    )
 
 
 Engine = Annotated[LocalEngine | ExternalEngine | ClusterEngine, Field(discriminator="kind")]

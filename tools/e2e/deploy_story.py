@@ -34,6 +34,8 @@ SERVICES = (LINEAR, SHADOW, TREE)
 CUT_SECONDS = 20.0
 #: For a change of services alone: the hosts were set up minutes ago, and `up-again` shows that they stay so.
 AS_THEY_ARE = "--skip-provisioning"
+#: For the sweep whose container is killed: there must be load left when that happens.
+LONG_ANSWERS = ("--max-tokens", "64")
 #: What a command may take on a machine that has other things to do; alone it takes a small part of that.
 PATIENCE_SECONDS = 900.0
 #: Time that a host's own processes may need to be gone after the last command.
@@ -159,8 +161,8 @@ class Story:
     def _kill_container(self, finding: Finding) -> None:
         """The arm that died is no result, with the reason; the other arms' results stand."""
         before = self._running()
-        sweep = self._bench("results-killed")
-        sweep.wait_for(_load_began, "its load", PATIENCE_SECONDS)
+        sweep = self._bench("results-killed", *LONG_ANSWERS)
+        sweep.wait_for(_all_answered, "an answer of every service", PATIENCE_SECONDS)
         host, _ = TREE
         self.hosts.run(host, ["docker", "kill", _container(TREE)])
         answer = sweep.finish(PATIENCE_SECONDS).require(1)
@@ -168,7 +170,8 @@ class Story:
         bad = {name: cell for name, cell in cells.items() if cell["state"] != "complete"}
         expect(len(cells) == len(SERVICES), f"cells: {sorted(cells)}", answer)
         expect([name.split()[0] for name in bad] == ["ddtree"], f"not complete: {sorted(bad)}", answer)
-        reason = str(next(iter(bad.values()))["reason"])
+        state, reason = (str(next(iter(bad.values()))[key]) for key in ("state", "reason"))
+        expect(state == "invalid", f"a cell whose service died in mid-load is {state}", answer)
         expect("killed by signal 9" in reason, f"the reason says nothing of its end: {reason}", answer)
         status = self._deploy("status").require(1)
         states = {one["container"]: one["state"] for one in status.result["replicas"]}
@@ -185,7 +188,8 @@ class Story:
         after = self._running()
         expect(len(after) == len(SERVICES), f"running: {sorted(after)}", up)
         expect(all(after[name] == one for name, one in before.items()), "other containers were touched", up)
-        answer = self._bench("results-killed", "--retry-failed").finish(PATIENCE_SECONDS).require()
+        again = self._bench("results-killed", *LONG_ANSWERS, "--retry-failed")
+        answer = again.finish(PATIENCE_SECONDS).require()
         states = _states(answer)
         finding.figure = sum(state == "complete" for state in states.values())
         expect(finding.figure == len(SERVICES), f"cells: {states}", answer)
@@ -453,6 +457,11 @@ def _budget(container: Container) -> str:
 
 def _load_began(events: Sequence[Event]) -> bool:
     return any(event["event"] == "progress" and event["done"] >= 1 for event in events)
+
+
+def _all_answered(events: Sequence[Event]) -> bool:
+    """The first round is through: whatever dies now leaves numbers behind."""
+    return any(event["event"] == "progress" and event["done"] >= len(SERVICES) for event in events)
 
 
 def _states(answer: Answer) -> Mapping[str, str]:

@@ -164,11 +164,23 @@ def test_a_server_that_dies_takes_only_its_own_cells_along(tmp_path: Path, sweep
     assert cells["ar"].state is cells["dflash"].state is CellState.COMPLETE
     assert cells["dflash"].parity[0].identical == 4
     for name in ("ddtree 7", "ddtree 31"):
-        assert cells[name].state is CellState.FAILED
+        assert cells[name].state is CellState.INVALID
+        assert cells[name].requests > cells[name].failed_requests
         assert "service ddtree exited with code 7" in (cells[name].reason or "")
     log = sweeper.results / "cells" / cells["ddtree 7"].key[:16] / "logs" / "ddtree.log"
     logs = log.read_text() if log.exists() else (cells["ddtree 7"].reason or "")
     assert "illegal memory access" in logs
+
+
+def test_a_server_that_dies_before_it_answered_leaves_no_numbers_and_failed_cells(
+    tmp_path: Path, sweeper: Sweeper
+) -> None:
+    """Two golden prompts are answered, the warm-up is not."""
+    path = stub_sweep(tmp_path, "ddtree:dies-after:2")
+    assert sweeper(path) == 1
+    cell = sweeper.cells()["ddtree 7"]
+    assert (cell.state, cell.requests) == (CellState.FAILED, 0)
+    assert "service ddtree exited with code 7" in (cell.reason or "")
 
 
 def test_a_reference_that_dies_leaves_the_others_unjudged_not_failed(
@@ -177,7 +189,7 @@ def test_a_reference_that_dies_leaves_the_others_unjudged_not_failed(
     path = stub_sweep(tmp_path, "ar:dies-after:5", arms=["ar", "dflash", "ddtree"])
     assert sweeper(path) == 1
     cells = sweeper.cells()
-    assert cells["ar"].state is CellState.FAILED
+    assert cells["ar"].state is CellState.INVALID
     assert cells["ddtree 7"].state is CellState.COMPLETE
     assert gate(cells["ddtree 7"], "parity-ar").status is GateStatus.SKIP
     assert gate(cells["ddtree 7"], "parity-dflash").status is GateStatus.PASS
@@ -223,8 +235,8 @@ def test_a_process_that_exits_ends_the_wait_at_once_with_its_last_words(
     import time
 
     begun = time.monotonic()
-    assert sweeper(stub_sweep(tmp_path, "ar:exit-at-start:3", start_timeout_s=60)) == 1
-    assert time.monotonic() - begun < 20
+    assert sweeper(stub_sweep(tmp_path, "ar:exit-at-start:3", start_timeout_s=600)) == 1
+    assert time.monotonic() - begun < 200
     assert "cannot load the model (scripted)" in sweeper.error()
 
 
@@ -250,7 +262,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_services(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert sweeper(stub_sweep(tmp_path, arms=["ar"], prompts=1, start_timeout_s=10)) == 0, sweeper.events[-1]
+    assert sweeper(stub_sweep(tmp_path, arms=["ar"], prompts=1, start_timeout_s=60)) == 0, sweeper.events[-1]
 
 
 def test_the_incremental_stream_gives_the_same_rows(tmp_path: Path, sweeper: Sweeper) -> None:

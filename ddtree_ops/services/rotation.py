@@ -1,0 +1,49 @@
+"""Services that change places between repeats, so that a card's own speed is not taken for an arm's.
+
+A position is one start of all services: at the next one each is freshly started in its next place. Which
+card a service has is then no part of what a cell is; the set of its cards is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddtree_ops.output import Output
+from ddtree_ops.schemas.results import CellRotation
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Where the services of a sweep will be.
+
+    places  by service: its place at each position
+    move_s  what a move is expected to take, in seconds
+    """
+
+    places: Mapping[str, tuple[str, ...]]
+    move_s: float
+
+    @property
+    def positions(self) -> int:
+        return len(next(iter(self.places.values())))
+
+    def of(self, service: str) -> CellRotation:
+        """What a cell of the service is keyed by."""
+        return CellRotation(positions=self.positions, places=sorted(set(self.places[service])))
+
+
+class Mover(Protocol):
+    """Moves the services of a sweep."""
+
+    def stands_at(self, position: int) -> bool:
+        """Whether all services are in their places of this position; says nothing of when they started."""
+        ...
+
+    def move(self, position: int, out: Output) -> Mapping[str, str]:
+        """Start every service freshly in its place of this position.
+
+        Returns why a service does not serve there, by service; those that do are not in it. Blocks.
+        """
+        ...

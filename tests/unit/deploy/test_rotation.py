@@ -1,0 +1,177 @@
+"""A sweep's way around the cards of a cluster, planned before anything moves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddtree_ops.cli import app
+from ddtree_ops.containers.found import Found
+from ddtree_ops.deploy.layout import lay_out
+from ddtree_ops.deploy.lockfile import LockFile, write_lock
+from ddtree_ops.deploy.rotation import (
+    ClusterMover,
+    count_places,
+    place_name,
+    places_of,
+    plan_rotation,
+    rotating,
+)
+from ddtree_ops.deploy.session import open_cluster
+from ddtree_ops.errors import BadInput
+from ddtree_ops.schemas.cluster import Cluster
+from ddtree_ops.schemas.sweep import Sweep
+from tests.unit.deploy.clusters import cards, cluster, rehearsal
+
+SINGLE = [
+    {"name": "linear", "arm": "dflash", "port": 30001},
+    {"name": "shadow", "arm": "shadow", "budget": 31, "port": 30011},
+    {"name": "tree", "arm": "ddtree", "budget": 31, "port": 30021},
+]
+
+
+def measured(made: Any, there: dict[str, Any]) -> dict[str, Any]:
+    return {one.service.name: one for one in lay_out(made, ["a"], there) if one.index == 0}
+
+
+def test_over_all_positions_every_arm_is_on_every_card_and_never_two_on_one() -> None:
+    made, there = cluster(SINGLE), {"a": cards(4)}
+    positions = count_places(made, ["a"], there)
+    assert positions == 4
+    places = places_of(made, measured(made, there), there, positions)
+    every = {f"a/GPU-a{number}" for number in range(4)}
+    assert all(set(found) == every for found in places.values())
+    for position in range(positions):
+        assert len({found[position] for found in places.values()}) == len(SINGLE)
+    assert places["linear"][:2] == ("a/GPU-a0", "a/GPU-a1")
+
+
+def test_a_service_with_cards_of_its_own_stays_and_the_others_go_around_it() -> None:
+    services = [{**SINGLE[0], "gpus": [1]}, *SINGLE[1:]]
+    made, there = cluster(services), {"a": cards(4)}
+    assert count_places(made, ["a"], there) == 3
+    places = places_of(made, measured(made, there), there, 3)
+    assert set(places["linear"]) == {"a/GPU-a1"}
+    assert set(places["tree"]) == {"a/GPU-a0", "a/GPU-a2", "a/GPU-a3"}
+
+
+def test_the_host_with_most_cards_sets_the_number_of_places() -> None:
+    assert count_places(cluster(SINGLE), ["a", "b"], {"a": cards(3), "b": cards(6, host="b")}) == 6
+
+
+def test_the_cpu_engine_has_one_place_on_a_host() -> None:
+    made = rehearsal(SINGLE)
+    assert count_places(made, ["a"], {}) == 1
+    assert places_of(made, measured(made, {}), {}, 2)["tree"] == ("a", "a")
+    assert place_name("a", ("GPU-1", "GPU-2")) == "a/GPU-1+GPU-2"
+
+
+def write(folder: Path, **keys: Any) -> Path:
+    file = folder / "cluster.yaml"
+    data = {
+        "schema": 1,
+        "name": "lab",
+        "engine": "reference",
+        "hosts": {"inline": {"here": {"vars": {"ansible_connection": "local"}}}},
+        "image": {"base": "debian:12"},
+        "services": SINGLE,
+        **keys,
+    }
+    file.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return file
+
+
+def turned(made: Cluster, there: dict[str, Any], **keys: Any) -> tuple[int, list[str]]:
+    notes: list[str] = []
+    sweep = Sweep.model_validate({"engine": {"kind": "cluster", "file": "x", "rotate": True}, **keys})
+    found = rotating(sweep, made, measured(made, there).values(), there, note=notes.append)
+    return found.repeats, notes
+
+
+def test_a_sweep_has_a_repeat_for_each_place_unless_it_names_them() -> None:
+    made, there = cluster(SINGLE), {"a": cards(4), "b": cards(2, host="b")}
+    assert turned(made, there) == (4, [])  # host b, with too few cards, is not measured
+    assert turned(made, there, repeats=8) == (8, [])
+    repeats, (note,) = turned(made, there, repeats=6)
+    assert repeats == 6
+    assert "6 repeats over 4 places" in note
+
+
+@pytest.mark.parametrize("keys", [{}, {"repeats": 1}], ids=["one place", "one repeat"])
+def test_fewer_than_two_positions_are_no_rotation(keys: dict[str, int]) -> None:
+    with pytest.raises(BadInput) as caught:
+        turned(rehearsal(SINGLE), {}, **keys)
+    assert "repeats: found 1, allowed: 2 or more" in caught.value.message
+
+
+@dataclass
+class Containers:
+    """Stands in for a link to a host and for its engine: what `find` is to answer."""
+
+    found: Found | None
+
+    def engine(self) -> Containers:
+        return self
+
+    def find(self, name: str) -> Found | None:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("change", "there"),
+    [
+        ({}, True),
+        ({"gpus": ("GPU-a3",)}, False),
+        ({"image": "sha256:other"}, False),
+        ({"state": "exited"}, False),
+        ({"turn": 0}, False),
+        (None, False),
+    ],
+    ids=["as planned", "another card", "another image", "ended", "another turn", "no container"],
+)
+def test_a_service_stands_at_a_position_only_on_its_card_with_its_image(
+    tmp_path: Path, change: dict[str, Any] | None, there: bool
+) -> None:
+    made, on = cluster(SINGLE), {"a": cards(4)}
+    replica = measured(made, on)["tree"]
+    rotation = plan_rotation(made, {"tree": replica}, on, 4)
+    keys: dict[str, Any] = {"image": "sha256:ours", "state": "running", "gpus": ("GPU-a1",), "turn": 3}
+    keys |= change or {}
+    turn = keys.pop("turn")
+    found = Found("lab-tree-0", "1", "lab", "tree", 0, "hash", keys.pop("image"), keys.pop("state"), **keys)
+    with open_cluster(write(tmp_path), connect=False) as session:
+        session.cluster = made
+        session.links = {"a": Containers(None if change is None else found)}  # type: ignore[dict-item]
+        write_lock(session.file, LockFile(turn=turn))
+        mover = ClusterMover(session, rotation, {"tree": replica}, {"tree": "sha256:ours"})
+        assert mover.stands_at(3) is there
+        session.links = {}
+
+
+def test_a_cluster_that_forbids_to_move_services_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any host is asked."""
+    file = write(tmp_path, rotation={"enabled": False})
+    assert app.run(["--json", "bench", "sweep", "--cluster", str(file), "--rotate", "--dry-run"]) == 2
+    (error,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert error["message"].startswith(f"{file}: rotation.enabled: found False, allowed: true")
+
+
+@pytest.mark.parametrize(
+    "engine", [None, {"kind": "external", "services": [{"arm": "ar", "url": "http://127.0.0.1:1"}]}]
+)
+def test_only_the_services_of_a_cluster_can_be_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: dict[str, Any] | None
+) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"schema": 1} | ({"engine": engine} if engine else {})))
+    assert app.run(["--json", "bench", "sweep", str(file), "--rotate", "--dry-run"]) == 2
+    (error,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = engine["kind"] if engine else "local"
+    assert f"{file}: engine.kind: found '{found}', allowed: cluster, for --rotate" in error["message"]
