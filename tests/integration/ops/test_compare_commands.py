@@ -44,7 +44,7 @@ def test_the_quickstart_shows_its_plan(tmp_path: Path, capsys: pytest.CaptureFix
     plan = json.loads(capsys.readouterr().out)
     names = [cell["name"] for cell in plan["cells"]]
     assert names == [
-        *("ar", "dflash", "shadow 7", "shadow 15", "shadow 31", "shadow 63"),
+        *("ar", "dflash", "shadow 7", "shadow 63"),
         *("ddtree 7", "ddtree 15", "ddtree 31", "ddtree 63", "ddtree 31 spine-first", "unsafe 31"),
     ]
     assert not (tmp_path / "q").exists()
