@@ -29,7 +29,7 @@ def planned_images(
     drivers  CUDA versions of the drivers, by host. Raises BadEnvironment for one that is too old.
     """
     if session.cluster.image.prebuilt is not None:
-        there = _prebuilt(session, hosts)
+        there = prebuilt(session, hosts, "prebuilt", session.cluster.image.prebuilt)
         return {host: PlannedImage(identity, f"present {identity}") for host, identity in there.items()}
     from ddtree_ops.images.build import planned_image, require_cuda_of
 
@@ -49,7 +49,7 @@ def ensure_images(
 ) -> tuple[dict[str, str], int]:
     """Ids by host, building and shipping what is missing; and on how many hosts something changed."""
     if session.cluster.image.prebuilt is not None:
-        return _prebuilt(session, hosts), 0
+        return prebuilt(session, hosts, "prebuilt", session.cluster.image.prebuilt), 0
     from ddtree_ops.images.build import ensure_image, planned_image
 
     links = {host: session.links[host] for host in hosts}
@@ -66,15 +66,16 @@ def ensure_images(
     )
 
 
-def _prebuilt(session: ClusterSession, hosts: Sequence[str]) -> dict[str, str]:
-    """Raises BadEnvironment naming the hosts that do not have it."""
-    reference = session.cluster.image.prebuilt
-    assert reference is not None
+def prebuilt(session: ClusterSession, hosts: Sequence[str], key: str, reference: str) -> dict[str, str]:
+    """Ids by host of an image that was made elsewhere; `key` of `image` names it.
+
+    Raises BadEnvironment naming the hosts that do not have it.
+    """
     found = session.each(lambda host: session.engine(host).image(reference), hosts)
     missing = [host for host, image in found.items() if image is None]
     if missing:
         raise BadEnvironment(
-            f"image.prebuilt: {reference} is not on {', '.join(missing)}",
+            f"image.{key}: {reference} is not on {', '.join(missing)}",
             remedy="load it there (docker load), or leave the key out so that ddtree builds an image",
         )
     return {host: image.id for host, image in found.items() if image is not None}

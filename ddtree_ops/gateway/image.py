@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddtree_ops.deploy.images import NOT_YET
+from ddtree_ops.deploy.images import NOT_YET, prebuilt
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.gateway import entry_point
 from ddtree_ops.images.base import LOCAL_BASE, WantedBase, wanted_base
@@ -16,6 +16,7 @@ from ddtree_ops.images.places import dockerfiles_folder
 from ddtree_ops.schemas.cluster import Cluster, EngineKind
 
 KIND = "gateway"
+PREBUILT = "prebuilt_gateway"
 
 
 def wanted_gateway_image(cluster: Cluster) -> Wanted:
@@ -38,7 +39,13 @@ def gateway_recipe(base: Base) -> Recipe:
 
 
 def planned_gateway_images(session: ClusterSession, hosts: list[str]) -> dict[str, str]:
-    """Ids by host, or a stand-in for an image that `up` would build or ship. Changes nothing."""
+    """Ids by host, or a stand-in for an image that `up` would build or ship. Changes nothing.
+
+    Raises BadEnvironment where an image that should be there is not.
+    """
+    ready = session.cluster.image.prebuilt_gateway
+    if ready is not None:
+        return prebuilt(session, hosts, PREBUILT, ready)
     links = {host: session.links[host] for host in hosts}
     found = planned(wanted_gateway_image(session.cluster), links, session.folder) if links else {}
     there = {host: what.partition("present ")[2] for host, what in found.items()}
@@ -48,7 +55,13 @@ def planned_gateway_images(session: ClusterSession, hosts: list[str]) -> dict[st
 def ensure_gateway_images(
     session: ClusterSession, hosts: list[str], on_event: OnEvent = ignore
 ) -> dict[str, str]:
-    """Ids by host, building and shipping what is missing."""
+    """Ids by host, building and shipping what is missing.
+
+    Raises BadEnvironment where an image that should be there is not.
+    """
+    ready = session.cluster.image.prebuilt_gateway
+    if ready is not None:
+        return prebuilt(session, hosts, PREBUILT, ready)
     links = {host: session.links[host] for host in hosts}
     deadline = session.cluster.deadlines.build
     built = ensure(

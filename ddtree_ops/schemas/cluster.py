@@ -161,8 +161,11 @@ class Runtime(StrictModel):
     )
 
 
+ImageReference = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)]
+
+
 class Image(StrictModel):
-    """The base of the engine image."""
+    """The base of the engine image, or images that are there already."""
 
     base: Annotated[str, Field(pattern=r"^[a-z0-9]+([._/:-]+[A-Za-z0-9]+)*$", max_length=255)] = (
         "lmsysorg/sglang:v0.5.23"
@@ -173,8 +176,11 @@ class Image(StrictModel):
     cuda: Annotated[str, Field(pattern=r"^\d{2}\.\d$")] = Field(
         "13.0", description="the image's CUDA version, compared with the driver's before anything is pulled"
     )
-    prebuilt: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)] | None = Field(
+    prebuilt: ImageReference | None = Field(
         None, description="an engine image that is on every host already (id or tag): nothing is built"
+    )
+    prebuilt_gateway: ImageReference | None = Field(
+        None, description="the same for gateways, on their hosts: made of ddtree's gateway.Dockerfile"
     )
 
 
