@@ -115,6 +115,8 @@ ddtree deploy rollback --service tree    back to the container that was replaced
 
 ddtree deploy rollback                   every service that has one
 
+ddtree deploy rollback --service front   a gateway, which only goes back by name
+
 Rolling back twice returns. `ddtree deploy up` brings back what cluster.yaml says.
 """
 
@@ -255,7 +257,7 @@ def down(
 def rollback(
     context: typer.Context, cluster: ClusterFile = CLUSTER, limit: Limit = None, service: Services = None
 ) -> None:
-    """Swap services back to the containers that were replaced."""
+    """Swap services and gateways back to the containers that were replaced."""
     from ddtree_ops.cli import deploy_run
 
     raise typer.Exit(deploy_run.rollback(sink(context), _choice(cluster, limit, service)))

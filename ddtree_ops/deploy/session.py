@@ -140,9 +140,10 @@ class ClusterSession:
         found = lay_out(self.cluster, hosts or self.hosts, cards, turn=self.lock.turn)
         return [one for one in found if not wanted or one.service.name in wanted]
 
-    def require_services(self, names: Iterable[str]) -> None:
-        """Raise BadInput for a service that is not in cluster.yaml."""
+    def require_services(self, names: Iterable[str], *, gateways: bool = False) -> None:
+        """Raise BadInput for a service (or, where they count, a gateway) that is not in cluster.yaml."""
         known = [service.name for service in self.cluster.services]
+        known += [gateway.name for gateway in self.cluster.gateways if gateways]
         for name in names:
             if name not in known:
                 raise BadInput.at(file=self.file, key="--service", found=name, allowed=", ".join(known))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from ddtree_ops.containers.connection import HostUnreachable
@@ -14,7 +15,7 @@ from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import Action, Step, container_step, spec_diff
 from ddtree_ops.errors import DdtreeError
 from ddtree_ops.gateway.check import GatewayNotReady, GatewayState, gateway_state, wait_gateway
-from ddtree_ops.gateway.render import Worker, home_of, render_gateway, workers_of
+from ddtree_ops.gateway.render import Worker, as_made, home_of, render_gateway, workers_of
 from ddtree_ops.redact import redact_text
 from ddtree_ops.schemas.gateway import Gateway
 
@@ -73,11 +74,18 @@ def gateway_steps(
 
 
 def wait_gateways(
-    session: ClusterSession, places: Iterable[tuple[str, str]], *, note: Note, timeout_s: float | None = None
+    session: ClusterSession,
+    places: Iterable[tuple[str, str]],
+    *,
+    note: Note,
+    timeout_s: float | None = None,
+    made: Mapping[tuple[str, str], Sequence[str]] = MappingProxyType({}),
 ) -> dict[tuple[str, str], str]:
     """Wait for gateways by (host, container); return why for those that do not serve.
 
-    Replicas on hosts that are not worked on are not waited for. Raises HostUnreachable.
+    made  the options of containers that an older cluster.yaml made
+    Replicas on hosts that are not worked on, or that cluster.yaml no longer has, are not waited for. Raises
+    HostUnreachable.
     """
     bad = {}
     limit = session.cluster.deadlines.ready if timeout_s is None else timeout_s
@@ -85,16 +93,20 @@ def wait_gateways(
         gateway = _by_container(session, name)
         workers = workers_of(session.cluster, gateway, session.whole)
         near = [worker for worker in workers if worker.host in session.hosts]
+        expected = [worker.url for worker in workers]
+        if (host, name) in made:
+            gateway, expected = as_made(gateway, made[host, name])
+        waited = {worker.url for worker in near}
         url, metrics = _addresses(session, host, gateway)
         try:
             wait_gateway(
                 url,
                 metrics,
-                [worker.url for worker in workers],
+                expected,
                 _direct(session, gateway, near) or url,
                 GOLDEN,
                 headers=session.headers,
-                tolerated=[worker.url for worker in workers if worker not in near],
+                tolerated=[one for one in expected if one not in waited],
                 timeout_s=limit,
                 require_alive=partial(_require_running, session, host, name),
                 note=note,
@@ -161,7 +173,7 @@ def _look(session: ClusterSession, host: str, services: Sequence[str]) -> list[G
 
 
 def _look_at(session: ClusterSession, host: str, gateway: Gateway) -> GatewayStatus:
-    found = session.engine(host).find(_container(session, gateway))
+    found = session.engine(host).find(gateway_container(session, gateway))
     if found is None:
         return _status(session, host, gateway, MISSING, "there is no container")
     if not found.running:
@@ -180,16 +192,17 @@ def _look_at(session: ClusterSession, host: str, gateway: Gateway) -> GatewaySta
 
 def _status(session: ClusterSession, host: str, gateway: Gateway, state: str, reason: str) -> GatewayStatus:
     return GatewayStatus(
-        host, gateway.name, _container(session, gateway), gateway.service, state, reason=reason
+        host, gateway.name, gateway_container(session, gateway), gateway.service, state, reason=reason
     )
 
 
-def _container(session: ClusterSession, gateway: Gateway) -> str:
+def gateway_container(session: ClusterSession, gateway: Gateway) -> str:
+    """The name of its container."""
     return f"{session.cluster.name}-{gateway.name}-0"
 
 
 def _by_container(session: ClusterSession, name: str) -> Gateway:
-    return next(one for one in session.cluster.gateways if _container(session, one) == name)
+    return next(one for one in session.cluster.gateways if gateway_container(session, one) == name)
 
 
 def _addresses(session: ClusterSession, host: str, gateway: Gateway) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Pure. Options are those of `smg launch` 1.13.0; keys are not among them (see ent
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,6 +109,23 @@ def workers_of(cluster: Cluster, gateway: Gateway, inventory: Inventory) -> list
             )
         found += [Worker(host.name, port, f"http://{_bracketed(near)}:{port}") for port in service.ports]
     return found
+
+
+def as_made(gateway: Gateway, argv: Sequence[str]) -> tuple[Gateway, list[str]]:
+    """The gateway as a container of it was made: where it listens, and the replicas that it was given."""
+    given = dict(itertools.pairwise(argv))
+    was = {
+        key: kind(given[option])
+        for key, option, kind in (
+            ("bind", "--host", str),
+            ("port", "--port", int),
+            ("metrics_bind", "--prometheus-host", str),
+            ("metrics_port", "--prometheus-port", int),
+        )
+        if option in given
+    }
+    workers = list(argv[argv.index("--worker-urls") + 1 :]) if "--worker-urls" in argv else []
+    return gateway.model_copy(update=was), workers
 
 
 def home_of(cluster: Cluster, gateway: Gateway, inventory: Inventory) -> str:

@@ -1,10 +1,12 @@
-"""A gateway in the life of a cluster: the real smg, from an image that was there."""
+"""A gateway in the life of a cluster: the real smg from an image that was there, rolled back by its name."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.docker import Docker
@@ -13,6 +15,7 @@ from tests.support.python_image import import_gateway
 from .conftest import Lab
 
 pytestmark = [pytest.mark.docker, pytest.mark.root]
+FRONT, PREVIOUS = "lab-front-0", "lab-front-0.previous"
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +41,55 @@ def front(lab: Lab, gateway_image: str, ports: Callable[[], int]) -> dict[str, A
     return gateway
 
 
-def test_a_gateway_runs_from_an_image_that_is_there(
-    lab: Lab, front: dict[str, Any], gateway_image: str
+def answers(gateway: dict[str, Any]) -> bool:
+    url = f"http://127.0.0.1:{gateway['port']}/readiness"
+    try:
+        return httpx.get(url, trust_env=False, timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_a_gateway_goes_back_by_its_name_and_forth_again_and_not_to_one_that_does_not_serve(
+    lab: Lab, front: dict[str, Any], ports: Callable[[], int], gateway_image: str
 ) -> None:
     code, up, _ = lab.up()
-    found = lab.engine.find("lab-front-0")
+    assert (code, sorted(lab.ids())) == (0, [FRONT, "lab-plain-0"]), up
+    first = lab.ids()
+    found = lab.engine.find(FRONT)
     assert found is not None
-    assert (code, found.image) == (0, gateway_image), up
+    assert found.image == gateway_image
+    code, error, _ = lab.run("rollback", "--service", "front")
+    assert (code, error["message"]) == (1, "there is no previous container to go back to")
+    assert lab.up()[1]["changes"] == 0
+
+    old = dict(front)
+    front.update(port=ports(), policy="round_robin")
+    code, up, _ = lab.up()
+    second = lab.ids()
+    assert (code, second[PREVIOUS], second["lab-plain-0"]) == (0, first[FRONT], first["lab-plain-0"]), up
+    assert (answers(old), answers(front)) == (False, True)
+
+    code, back, _ = lab.run("rollback", "--service", "front")
+    assert (code, back["swapped"], back["failed"]) == (0, [f"here/{FRONT}"], {})
+    assert lab.ids() == {**first, PREVIOUS: second[FRONT]}
+    assert (answers(old), answers(front)) == (True, False)
+    code, status, _ = lab.run("status")
+    assert (code, status["gateways"][0]["reason"]) == (1, "differs from cluster.yaml")
+
+    code, back, _ = lab.run("rollback", "--service", "front")
+    assert (code, lab.ids()) == (0, second), back
+    assert answers(front)
+    code, error, _ = lab.run("rollback")
+    assert (code, error["message"]) == (1, "there is no previous container to go back to")
+    assert lab.ids() == second, "a gateway went back without being named"
+
+    with socket.socket() as somebody_else:
+        somebody_else.bind(("127.0.0.1", old["port"]))
+        somebody_else.listen()
+        code, back, _ = lab.run("rollback", "--service", "front")
+    assert (code, list(back["failed"]), back["swapped"]) == (1, [f"here/{FRONT}"], []), back
+    assert "swapped back" in back["failed"][f"here/{FRONT}"]
+    assert lab.ids() == second
 
 
 def test_an_image_that_is_not_there_is_told_before_anything_is_planned(

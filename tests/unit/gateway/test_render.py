@@ -15,7 +15,7 @@ from smg.router_args import RouterArgs
 from ddtree_ops.config_file import load_config
 from ddtree_ops.containers.spec import ContainerSpec
 from ddtree_ops.errors import BadInput
-from ddtree_ops.gateway.render import home_of, render_gateway, smg_options, workers_of
+from ddtree_ops.gateway.render import as_made, home_of, render_gateway, smg_options, workers_of
 from ddtree_ops.hosts.inventory import Host, Inventory
 from ddtree_ops.schemas.cluster import Cluster
 from ddtree_ops.schemas.gateway import REFUSED_ARGS
@@ -160,3 +160,15 @@ def test_every_option_that_is_refused_exists() -> None:
     parser = argparse.ArgumentParser()
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     assert set(REFUSED_ARGS) - set(parser._option_string_actions) == set()
+
+
+def test_an_older_container_says_where_it_listened_and_for_whom(tmp_path: Path) -> None:
+    ports = {"port": 30080, "metrics_port": 29001}
+    old = cluster(
+        tmp_path, bind="0.0.0.0", metrics_bind="127.0.0.2", service={"replicas": 1}, **ports
+    ).gateways[0]
+    now = cluster(tmp_path, port=30099).gateways[0]
+    was, workers = as_made(now, smg_options(old, ["http://127.0.0.1:30001", "http://[2001:db8::3]:30001"]))
+    assert workers == ["http://127.0.0.1:30001", "http://[2001:db8::3]:30001"]
+    assert (was.bind, was.port, was.metrics_bind, was.metrics_port) == ("0.0.0.0", 30080, "127.0.0.2", 29001)
+    assert as_made(now, ["--port", "30001"])[1] == []
