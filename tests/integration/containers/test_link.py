@@ -58,6 +58,16 @@ def serve(remote: Remote, link: HostLink) -> str:
     return url
 
 
+def takes(thief: socket.socket, port: int) -> bool:
+    """Whether the port could be had: an ssh whose session is dead may hold it for a moment longer."""
+    try:
+        thief.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    thief.listen()
+    return True
+
+
 def ssh_processes() -> list[int]:
     """ssh children of this process that live."""
     return [
@@ -257,8 +267,7 @@ def test_a_port_that_was_taken_during_a_break_is_named(remote: Remote) -> None:
         until(lambda: not link.alive())
         with socket.socket() as thief:
             thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            thief.bind(("127.0.0.1", int(url.rpartition(":")[2])))
-            thief.listen()
+            until(lambda: takes(thief, int(url.rpartition(":")[2])))
             with pytest.raises(BadEnvironment, match="cannot forward"):
                 link.engine().find(NAME)
         assert link.engine().find(NAME) is not None
