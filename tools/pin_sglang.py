@@ -61,6 +61,11 @@ sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan_uniform_extend
 sglang.srt.mem_cache.memory_pool:conv_window_dedup_enabled
 sglang.srt.mem_cache.memory_pool:MambaPool
 sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool
+sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._handle_max_mamba_cache
+sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater._assert_weight_cache_inactive
+sglang.srt.configs.mamba_utils:Mamba2StateShape
+sglang.srt.layers.radix_linear_attention:RadixLinearAttention
+sglang.srt.runtime_context:mamba_track_grid
 sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.get_spec_info
 sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.load_batch
 sglang.srt.model_executor.forward_batch_info:ForwardBatch

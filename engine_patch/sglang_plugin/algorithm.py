@@ -70,11 +70,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         """Check and complete the arguments. Raises `PluginError`."""
         overridden = pin.require_pinned()
         config = load_config()
-        around = arguments.survey(server_args, card_bytes())
+        around = arguments.survey(server_args, config, card_bytes())
         fields = arguments.resolve(server_args, config, around)
         for name, value in fields.items():
             setattr(server_args, name, value)
-        logger.info("%s: mode=%s arguments=%s", MARKER, config.mode, fields)
+        logger.info("%s: mode=%s state=%s arguments=%s", MARKER, config.mode, config.state, fields)
         for mismatch in overridden:
             logger.warning("%s: running on an SGLang that it was not written against: %s", MARKER, mismatch)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddtree_engine.sglang_plugin import memory
-from ddtree_engine.sglang_plugin.config import MAX_WIDTH, VARIABLE, Config, Mode
+from ddtree_engine.sglang_plugin.config import MAX_WIDTH, VARIABLE, Config, Mode, StateStore
 from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.names import ALGORITHM
 
@@ -38,7 +38,7 @@ class Surroundings:
     """What resolution knows besides the arguments.
 
     draft_block     F from the drafter's config.json, None when it names none
-    node_bytes      recurrent state per node and rank, 0 for a model without recurrent layers
+    node_bytes      what a node takes for its recurrent layers on a rank, 0 for a model without them
     weight_bytes    target's and drafter's checkpoints per rank, 0 when unknown
     card_bytes      memory of one card, 0 when unknown
     """
@@ -56,9 +56,11 @@ def resolve(view: ServerArguments, config: Config, around: Surroundings) -> dict
     if config.mode is Mode.SHADOW:
         return _shadow_fields(view, block, around)
     _refuse_unsupported_in_a_tree(view)
+    if config.state is StateStore.WY:
+        _apply(WY_RULES, view)
     width = _width(view, config)
     _check_track_interval(view, width)
-    running = _running(view, width, around)
+    running = _running(view, width, around, stashed=config.state is StateStore.WY)
     return {
         "speculative_dflash_block_size": block,
         "speculative_num_draft_tokens": width,
@@ -143,6 +145,13 @@ TREE_RULES = (
     Rule("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec", _off, "off (no state per node)"),
 )  # fmt: skip
 
+WY_RULES = (
+    Rule("enable_linear_replayssm", "--enable-linear-replayssm", _off, 'off with "state": "wy"'),
+    Rule("enable_page_major_kv_layout", "--enable-page-major-kv-layout", _off, 'off with "state": "wy"'),
+    Rule("mamba_ssm_dtype", "--mamba-ssm-dtype", lambda value: value in (None, "float32", "bfloat16"),
+         'float32, bfloat16 or unset with "state": "wy"'),
+)  # fmt: skip
+
 
 def refuse_unsupported(view: ServerArguments) -> None:
     """Raise `ArgumentError` for arguments that no mode can serve with."""
@@ -203,7 +212,7 @@ def _check_track_interval(view: ServerArguments, width: int) -> None:
         )
 
 
-def _running(view: ServerArguments, width: int, around: Surroundings) -> int:
+def _running(view: ServerArguments, width: int, around: Surroundings, *, stashed: bool = False) -> int:
     asked: int | None = view.max_running_requests
     if not around.node_bytes or not around.card_bytes:
         return DEFAULT_RUNNING if asked is None else asked
@@ -211,7 +220,7 @@ def _running(view: ServerArguments, width: int, around: Surroundings) -> int:
     room = max(0, int((around.card_bytes * fraction - around.weight_bytes) * (1 - CACHE_SHARE)))
     if asked is None:
         asked = max(1, memory.fitting_running(around.node_bytes, width, room, DEFAULT_RUNNING))
-    memory.check_fits(around.node_bytes, width, asked, room)
+    memory.check_fits(around.node_bytes, width, asked, room, stashed=stashed)
     return asked
 
 
@@ -221,7 +230,7 @@ def _draft_backend(view: ServerArguments) -> str:
     return str(backend)
 
 
-def survey(view: ServerArguments, card_bytes: int) -> Surroundings:
+def survey(view: ServerArguments, config: Config, card_bytes: int) -> Surroundings:
     """Read the checkpoints' configs for `resolve`; what is not on this disk stays unknown."""
     tp = int(view.tp_size or 1)
     node_bytes = 0
@@ -234,7 +243,8 @@ def survey(view: ServerArguments, card_bytes: int) -> Surroundings:
             state_bytes=_itemsize(view.mamba_ssm_dtype or text_config.get("mamba_ssm_dtype") or "float32"),
             tp=tp,
         )
-        node_bytes = 0 if shape is None else shape.node_bytes
+        if shape is not None:
+            node_bytes = shape.stash_bytes if config.state is StateStore.WY else shape.node_bytes
     weights = memory.weight_bytes(target) + memory.weight_bytes(drafter)
     return Surroundings(
         draft_block=_draft_block(memory.text_config_of(drafter)),

@@ -10,7 +10,7 @@
 | builder | best-first, spine-first, calibrated | best-first |
 | calibration | path of a calibration file; needed by, and only with, calibrated | null |
 | build_kernel | triton, torch: what grows the trees on the card; they are the same trees | triton |
-| state | snapshot | snapshot |
+| state | snapshot, wy: how a tree's recurrent states are kept; wy in mode tree only | snapshot |
 | metrics | true, false: step counters in /server_info and, with --enable-metrics, Prometheus | true |
 | step_log | folder for one JSON line a step; slows serving, for tests | null |
 | self_check | 0..1000 random trees checked at start-up | 2 |
@@ -52,9 +52,14 @@ class Mode(StrEnum):
 
 
 class StateStore(StrEnum):
-    """How a verify pass keeps the recurrent states of the nodes."""
+    """How a verify pass keeps the recurrent states of the nodes.
+
+    SNAPSHOT  SGLang's own: a copy of every layer's state for every node
+    WY        our kernels: none; the commit replays the accepted path from the layers' stashed inputs
+    """
 
     SNAPSHOT = "snapshot"
+    WY = "wy"
 
 
 class BuildKernel(StrEnum):
@@ -133,6 +138,8 @@ def parse_config(text: str) -> Config:
             f"{VARIABLE}: mode 'unsafe' gives wrong text on hybrid models (siblings share recurrent state) "
             'and serves to price the forking only; if that is what you want, add "allow_hybrid_unsafe": true'
         )
+    if config.state is StateStore.WY and config.mode is not Mode.TREE:
+        raise _wrong("state", "wy", f"snapshot in mode {config.mode}: wy replaces what mode tree does")
     return config
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ddtree_engine.sglang_plugin.config import load_config
+from ddtree_engine.sglang_plugin.config import StateStore, load_config
 from ddtree_engine.sglang_plugin.describe import facts
 from ddtree_engine.sglang_plugin.names import MARKER
 
@@ -44,13 +44,18 @@ def install() -> list[str]:
         VALIDATE_REQUEST: (refuse_request, HookType.AROUND),
         INTERNAL_STATE: (add_state, HookType.AFTER),
     }
-    if load_config().verifies_tree:
+    config = load_config()
+    if config.verifies_tree:
         hooks |= {
             GET_SPEC_INFO: (graph_spec_info, HookType.AROUND),
             DUMMY_VERIFY_INPUT: (dummy_verify_input, HookType.AROUND),
             EAGLE_SAMPLE: (sample, HookType.AROUND),
             EXTRA_CONTEXT: (extra_context, HookType.AROUND),
         }
+    if config.state is StateStore.WY:
+        from ddtree_engine.sglang_plugin.wy import hooks as wy
+
+        hooks |= wy.targets()
     for target, (hook, kind) in hooks.items():
         if not HookRegistry._hooks.get(target):
             HookRegistry.register(target, hook, kind)

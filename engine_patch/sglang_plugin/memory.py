@@ -1,7 +1,8 @@
-"""What a verify pass's per-node recurrent states take, and what fits on a card.
+"""What a verify pass keeps for every node of its trees, and what fits on a card.
 
 Stock SGLang keeps a copy of every recurrent layer's state for every node of every running request: with
-Qwen3.6-27B 147 MiB a node in float32. The buffers are allocated at start, for one request more than may run.
+Qwen3.6-27B 147 MiB a node in float32. With state `wy` it is what went into those layers, 0.95 MiB. The
+buffers are allocated at start, for one request more than may run.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ class RecurrentShape:
     conv_bytes: int
 
     @property
+    def stash_bytes(self) -> int:
+        """Bytes that one node takes with state `wy`: what went into its layers, in 16 bits."""
+        return self.layers * (self.conv_channels + 2 * self.value_heads) * self.conv_bytes
+
+    @property
     def node_bytes(self) -> int:
-        """Bytes that one node of one request takes on this rank."""
+        """Bytes that one node of one request takes on this rank with its states kept."""
         state = self.value_heads * self.value_dim * self.key_dim * self.state_bytes
         conv = self.conv_channels * (self.conv_taps - 1) * self.conv_bytes
         return self.layers * (state + conv)
@@ -95,8 +101,11 @@ def fitting_width(node_bytes: int, running: int, room: int) -> int | None:
     return next((width for width in WIDTHS if scratch_bytes(node_bytes, width, running) <= room), None)
 
 
-def check_fits(node_bytes: int, width: int, running: int, room: int) -> None:
-    """Raise `ArgumentError` with bytes per node and what would fit when the states do not."""
+def check_fits(node_bytes: int, width: int, running: int, room: int, *, stashed: bool = False) -> None:
+    """Raise `ArgumentError` with bytes per node and what would fit when the states do not.
+
+    stashed  a node takes its layers' inputs (state `wy`) and not their states
+    """
     need = scratch_bytes(node_bytes, width, running)
     if need <= room:
         return
@@ -107,12 +116,14 @@ def check_fits(node_bytes: int, width: int, running: int, room: int) -> None:
         remedies.append(f"--speculative-num-draft-tokens {best} (budget {best - 1}) fits {running} requests")
     if fewer:
         remedies.append(f"--max-running-requests {fewer} fits width {width}")
-    remedies.append("--mamba-ssm-dtype bfloat16 halves a node, at a loss of precision per tree level")
+    if not stashed:
+        remedies.append("--mamba-ssm-dtype bfloat16 halves a node, at a loss of precision per tree level")
     remedies.append("more ranks (--tp-size) divide it")
+    what = "stashed inputs" if stashed else "recurrent states"
     raise ArgumentError(
         f"verify width {width} with {running} running requests: found "
-        f"({running}+1) x {width} nodes x {node_bytes / MIB:.1f} MiB = {need / GIB:.1f} GiB of recurrent "
-        f"states, allowed is {room / GIB:.1f} GiB on this card; {'; '.join(remedies)}"
+        f"({running}+1) x {width} nodes x {node_bytes / MIB:.1f} MiB = {need / GIB:.1f} GiB of {what}, "
+        f"allowed is {room / GIB:.1f} GiB on this card; {'; '.join(remedies)}"
     )
 
 

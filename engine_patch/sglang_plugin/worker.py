@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from ddtree_engine.sglang_plugin import self_check
-from ddtree_engine.sglang_plugin.config import BuildKernel, Config, Mode, load_config
+from ddtree_engine.sglang_plugin.config import BuildKernel, Config, Mode, StateStore, load_config
 from ddtree_engine.sglang_plugin.describe import Prometheus, facts
 from ddtree_engine.sglang_plugin.draft_sampler import Head, ShadowDraftSampler, TreeDraftSampler
 from ddtree_engine.sglang_plugin.errors import ArgumentError
@@ -25,6 +25,8 @@ from ddtree_engine.sglang_plugin.metrics import StageTimes, StepCounters, StepOu
 from ddtree_engine.sglang_plugin.names import MARKER
 from ddtree_engine.sglang_plugin.tree_build import KernelTreeBuilder, TreeBatch, TreeBuilder, encode
 from ddtree_engine.sglang_plugin.watch import Watch
+from ddtree_engine.sglang_plugin.wy import hooks as wy
+from ddtree_engine.sglang_plugin.wy import self_check as wy_self_check
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -139,6 +141,9 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
                 f"recurrent layers: found topk {linear.topk}, allowed in a tree is more than 1 (the server's "
                 "speculative_eagle_topk was lost on the way)"
             )
+        if self.config.state is StateStore.WY:
+            wy.refuse_backend(self.model_runner, linear)
+            return
         windows = self.model_runner.req_to_token_pool.mamba_pool.mamba_cache.intermediate_conv_window
         if not all(window.is_contiguous() for window in windows):
             raise ArgumentError(
@@ -216,8 +221,11 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         if not self.config.verifies_tree:
             return super().prewarm_sampling()
         result = self.model_runner.prewarm_sampling()
+        wy.warm_up(self.model_runner, self.depth, int(self.model_runner.max_running_requests or 1))
         if self.config.self_check and self.config.mode is Mode.TREE:
             self.self_check_report = self_check.run(self, trees=self.config.self_check)
+            if wy.recurrent_of(self.model_runner) is not None and "skipped" not in self.self_check_report:
+                self.self_check_report["commit"] = wy_self_check.run(self, trees=self.config.self_check)
             if get_parallel().tp_rank == 0:
                 logger.info("%s: self-check: %s", MARKER, json.dumps(self.self_check_report))
         return result
@@ -386,6 +394,9 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         buffer = mask.buffer if mask is not None and mask.fits(requests) else None
         mode = default_tree_mask_mode() if mask is None else mask.mode
         parent_list, selected = encode(tree.parents)
+        recurrent = wy.recurrent_of(self.model_runner)
+        if recurrent is not None:
+            recurrent.stash.set_trees(tree.parents)
         built = build_tree_kernel_efficient(
             tree.tokens[:, 0],
             parent_list,
@@ -471,7 +482,10 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
             )
 
     def parents_seen(self, requests: int) -> Tensor | None:
-        """Parent rows as the recurrent layers' convolution kernel rebuilt them in this verify pass."""
+        """Parent rows as the recurrent layers' kernels had them in this verify pass."""
+        recurrent = wy.recurrent_of(self.model_runner)
+        if recurrent is not None:
+            return recurrent.stash.parents_seen(requests)
         linear = self._linear_backend()
         if linear is None or linear.forward_metadata is None:
             return None
@@ -524,5 +538,6 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
             described |= self.counters.read() | self.times.read()
         else:
             described |= self.watch.read()
+        described["state_scratch_bytes"] = wy.scratch_bytes(self.model_runner)
         described["self_check"] = self.self_check_report
         return described

@@ -128,6 +128,7 @@ def tree_gdn_verify(
     config: VerifyConfig | None = None,
     form: Form | Literal["auto"] = "wy",
     recomputed: Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Outputs [N, Q, HV, V] of a tree from a layer's raw inputs; the pool is only read.
 
@@ -143,6 +144,7 @@ def tree_gdn_verify(
     out         where to write; default a new tensor in v's dtype
     form        "wy", "scan" (always exact), or "auto": what `choose_form` says for this shape
     recomputed  int32[1], counts the tiles that were done again
+    scratch     the WY form's buffers, of `verify_scratch` for as many requests or more; default new ones
 
     Raises `KernelInputError` naming the tensor.
     """
@@ -161,7 +163,7 @@ def tree_gdn_verify(
             a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
         )
     config = config or verify_config(key_dim, value_dim, exact)
-    scratch = verify_scratch(v, key_dim)
+    scratch = verify_scratch(v, key_dim) if scratch is None else scratch
     return tree_gdn_verify_unchecked(
         a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config, recomputed
     )

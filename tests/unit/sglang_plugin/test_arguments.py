@@ -18,10 +18,11 @@ QWEN36_27B = {
     "linear_conv_kernel_dim": 4,
 }
 CARD_96 = 96 * memory.GIB
+RULES = (*arguments.RULES, *arguments.TREE_RULES, *arguments.WY_RULES)
 
 
 def view(**changed):
-    fields = dict.fromkeys(rule.field for rule in (*arguments.RULES, *arguments.TREE_RULES))
+    fields = dict.fromkeys(rule.field for rule in RULES)
     fields |= {
         "device": "cuda",
         "speculative_draft_model_path": "drafter",
@@ -100,6 +101,31 @@ def test_running_requests_follow_from_memory_when_not_given():
     surroundings = around(node, weight_bytes=54 * memory.GIB, card_bytes=CARD_96)
     assert resolve(view(), TREE, surroundings)["max_running_requests"] == 1
     assert resolve(view(speculative_num_draft_tokens=16), TREE, surroundings)["max_running_requests"] == 4
+
+
+def test_a_stash_takes_61_mib_for_64_nodes_and_says_so_where_it_does_not_fit():
+    shape = memory.recurrent_shape(QWEN36_27B, state_bytes=4)
+    assert 64 * shape.stash_bytes / memory.MIB == pytest.approx(60.6, abs=0.1)
+    wy = parse_config('{"state": "wy"}')
+    surroundings = around(shape.stash_bytes, weight_bytes=54 * memory.GIB, card_bytes=CARD_96)
+    assert resolve(view(max_running_requests=8), wy, surroundings)["max_running_requests"] == 8
+    with pytest.raises(ArgumentError, match=r"x 0\.9 MiB = .* GiB of stashed inputs") as caught:
+        resolve(view(max_running_requests=800), wy, surroundings)
+    assert "--mamba-ssm-dtype" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("enable_linear_replayssm", True, '--enable-linear-replayssm: found True, allowed .* "state": "wy"'),
+        ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout: found True"),
+        ("mamba_ssm_dtype", "float16", "--mamba-ssm-dtype: found float16, .* float32, bfloat16 or unset"),
+    ],
+)
+def test_arguments_that_wy_cannot_serve_with_are_refused_and_pass_with_snapshots(field, value, said):
+    with pytest.raises(ArgumentError, match=said):
+        resolve(view(**{field: value}), parse_config('{"state": "wy"}'), around())
+    resolve(view(**{field: value}), TREE, around())
 
 
 def test_a_short_track_interval_is_refused_unless_nothing_is_tracked():

@@ -61,7 +61,12 @@ def test_every_key_is_read(tmp_path):
         ('{"calibration": "x.json"}', "calibration: found"),
         ('{"builder": "calibrated", "calibration": "/nowhere.json"}', "nowhere.json: cannot be read"),
         ('{"metrics": 1}', "metrics: found 1, allowed is true or false"),
-        ('{"state": "wy2"}', "state: found"),
+        ('{"state": "wy2"}', 'state: found "wy2", allowed is one of snapshot, wy'),
+        ('{"state": "wy", "mode": "shadow"}', 'state: found "wy", allowed is snapshot in mode shadow'),
+        (
+            '{"state": "wy", "mode": "unsafe", "allow_hybrid_unsafe": true}',
+            'state: found "wy", allowed is snapshot in mode unsafe',
+        ),
         ('{"build_kernel": "cuda"}', 'build_kernel: found "cuda", allowed is one of triton, torch'),
         ('{"self_check": -1}', "self_check: found -1"),
         ('{"mode": "unsafe"}', "allow_hybrid_unsafe"),
