@@ -18,7 +18,7 @@ SECONDS = 150
 
 
 def simpler(arm: Arm) -> dict[str, Arm]:
-    """The arm without graphs, without overlap, with blocking launches, with the builder in torch."""
+    """The arm without graphs, overlap or self-check, with blocking launches, with fewer kernels of ours."""
     eager = (
         arm
         if "--disable-cuda-graph" in arm.flags
@@ -29,10 +29,13 @@ def simpler(arm: Arm) -> dict[str, Arm]:
         "no-overlap": replace(arm, flags=(*arm.flags, "--disable-overlap-schedule")),
         "blocking": replace(eager, environment=(*arm.environment, ("CUDA_LAUNCH_BLOCKING", "1"))),
     }
-    if arm.config is not None and arm.config.get("build_kernel") != "torch":
-        variants["torch-builder"] = replace(arm, config={**arm.config, "build_kernel": "torch"})
-    if arm.config is not None and arm.config.get("self_check"):
-        variants["no-self-check"] = replace(arm, config={**arm.config, "self_check": 0})
+    config = arm.config or {}
+    if config and config.get("build_kernel") != "torch":
+        variants["torch-builder"] = replace(arm, config={**config, "build_kernel": "torch"})
+    if config.get("state") == "wy":
+        variants["snapshots"] = replace(arm, config={**config, "state": "snapshot"})
+    if config.get("self_check"):
+        variants["no-self-check"] = replace(arm, config={**config, "self_check": 0})
     return variants
 
 
