@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -61,7 +62,7 @@ class Server:
                 # 503 while it starts; what else it answers does not change by asking again.
                 refusals += error.code != 503
                 self.refused = f"{error.code}: {error.read().decode(errors='replace')[:300]}"
-            except (OSError, ValueError):
+            except (OSError, ValueError, http.client.HTTPException):
                 pass
             time.sleep(1)
         return False
@@ -92,8 +93,14 @@ class Server:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            text = answer.read().decode()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read().decode()
+        except (ConnectionError, http.client.HTTPException):
+            # Whoever hangs up is about to end: waiting for that spares what would be asked of it next.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=15)
+            raise
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def flush(self) -> None:
