@@ -15,6 +15,7 @@ from typing import Any
 from ddtree_ops.deploy.layout import services_on
 from ddtree_ops.deploy.render import loopback, shipped_files
 from ddtree_ops.errors import BadInput
+from ddtree_ops.gateway.render import home_of
 from ddtree_ops.hosts.ansible_facts import ansible_for
 from ddtree_ops.hosts.inventory import Host, Inventory
 from ddtree_ops.hosts.runner import Event, Outcome
@@ -192,6 +193,7 @@ def host_variables(cluster: Cluster, host: Host, inventory: Inventory) -> dict[s
         "nvidia_driver_disable_hmm": tp > 1,
         "monitoring_server": server,
         "monitoring_services": _targets(cluster, host, inventory) if server else [],
+        "monitoring_gateways": _gateways(cluster, host, inventory) if server else [],
         "monitoring_hosts": _exporters(cluster, host, inventory) if server else [],
     }
 
@@ -226,6 +228,18 @@ def _targets(cluster: Cluster, server: Host, inventory: Inventory) -> list[dict[
                         "address": f"{address}:{port}",
                     }
                 )
+    return found
+
+
+def _gateways(cluster: Cluster, server: Host, inventory: Inventory) -> list[dict[str, str]]:
+    """Gateways whose metrics Prometheus can reach, as it is with services."""
+    hosts = {host.name: host for host in inventory.hosts}
+    found = []
+    for gateway in cluster.gateways:
+        address = _reachable(gateway.metrics_bind, hosts[home_of(cluster, gateway, inventory)], server)
+        if address is not None:
+            where = f"{address}:{gateway.metrics_port}"
+            found.append({"name": gateway.name, "service": gateway.service, "address": where})
     return found
 
 

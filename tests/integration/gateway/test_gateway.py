@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from ddtree_ops.gateway.check import GatewayNotReady, check_golden, gateway_state
+from ddtree_ops.hosts.runner import playbooks_folder
 from tests.support.tiny_pair import write_pair
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "e2e"))
@@ -92,6 +94,22 @@ def test_a_bad_request_gets_the_engines_own_words(stack: Stack) -> None:
         # What is not of the right type does not reach an engine.
         body = {**GENERATE, "sampling_params": {"max_new_tokens": -1}}
         assert http.post(f"{stack.url}/generate", json=body).status_code == 422
+
+
+def test_what_the_dashboard_and_the_alerts_ask_for_is_there(stack: Stack) -> None:
+    with client() as http:
+        assert http.post(f"{stack.url}/generate", json=GENERATE).status_code == 200
+        there = http.get(f"{stack.metrics}/metrics").text
+    folder = playbooks_folder() / "roles" / "monitoring" / "files"
+    asked = {
+        name
+        for file in ("dashboard.json", "alerts.yml")
+        for name in re.findall(r"\bsmg_\w+", (folder / file).read_text(encoding="utf-8"))
+    }
+    assert len(asked) >= 8
+    assert {name for name in asked if not re.search(rf"^{name}[ {{]", there, re.MULTILINE)} == set()
+    labels = ('smg_worker_health{worker="', 'smg_http_responses_total{path="/generate",status_code="200"')
+    assert [one for one in labels if one not in there] == []
 
 
 def test_new_prompts_are_spread_and_a_known_one_stays(stack: Stack) -> None:

@@ -112,8 +112,26 @@ def test_prometheus_asks_what_it_can_reach() -> None:
         "b-open-1": "127.0.0.1:30012",
     }
     assert found["monitoring_hosts"] == [{"name": "b", "address": "127.0.0.1"}]
+    assert found["monitoring_gateways"] == []
     everywhere = cluster(services, secrets={"api_key": {"env": "KEY"}}, monitoring={"bind": "0.0.0.0"})
     assert per_host(everywhere, "a")["monitoring_hosts"] == [
         {"name": "a", "address": "127.0.0.1"},
         {"name": "b", "address": "192.0.2.2"},
+    ]
+
+
+def test_prometheus_asks_gateways_that_it_can_reach() -> None:
+    """Their metrics bind to loopback unless told, whatever they serve on."""
+    services = [{"name": "tree", "arm": "ar", "port": 30001, "bind": "0.0.0.0"}]
+    gateways = [
+        {"name": "near", "service": "tree", "host": "b", "port": 30080, "bind": "0.0.0.0"},
+        {"name": "far", "service": "tree", "port": 30080, "metrics_port": 29001, "metrics_bind": "0.0.0.0"},
+        {"name": "hidden", "service": "tree", "port": 30081, "metrics_port": 29002},
+    ]
+    key = {"api_key": {"env": "KEY"}}
+    wanted = cluster(services, gateways=gateways, secrets=key, monitoring={"host": "b"})
+    assert per_host(wanted, "a")["monitoring_gateways"] == []
+    assert per_host(wanted, "b")["monitoring_gateways"] == [
+        {"name": "near", "service": "tree", "address": "127.0.0.1:29000"},
+        {"name": "far", "service": "tree", "address": "192.0.2.1:29001"},
     ]
