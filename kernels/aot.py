@@ -234,6 +234,7 @@ def _scan_case(gdn: Any, dim: int, state: str) -> Case:
 def _other_cases() -> Iterator[Case]:
     from ddtree_kernels.accept_walk import triton as walk
     from ddtree_kernels.ancestry import triton as ancestry
+    from ddtree_kernels.commit import stash
     from ddtree_kernels.commit import triton as commit
     from ddtree_kernels.tree_build import triton as build
     from ddtree_kernels.tree_conv import triton as conv
@@ -252,6 +253,14 @@ def _other_cases() -> Iterator[Case]:
         "W4 bf16 track",
         bf16 | index | {"pool": "*bf16", "C": "i32", "N": "i32"},
         {"CARRIED": 3, "TRACK": True, "BC": conv.BLOCK_CHANNELS, "BW": 4},
+        {"num_warps": 4},
+    )
+    kept = dict.fromkeys(("kept_x", "kept_a", "kept_b"), "*bf16")
+    yield Case(
+        stash._stash_kernel,
+        "bf16",
+        bf16 | kept | {"C": "i32", "HV": "i32"},
+        {"BLOCK": stash.BLOCK},
         {"num_warps": 4},
     )
     for state in ("fp32", "bf16"):

@@ -6,14 +6,18 @@ snapshots and with a stash, their bytes in SGLang's own plan, verify passes on o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from ddtree_engine.sglang_plugin.errors import ArgumentError
+from ddtree_engine.sglang_plugin.names import MARKER
 from ddtree_engine.sglang_plugin.wy import commit, verify
 from ddtree_engine.sglang_plugin.wy.stash import Layout, Stash, allocate, layout_of
+
+logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
 
@@ -104,6 +108,14 @@ def pool_with_stash(original: Original, pool: Any, **arguments: Any) -> None:
     )
     pool.ddtree = Recurrent(allocate(layout, arguments["device"]))
     pool.mem_usage += pool.ddtree.stash.bytes / GIB
+    logger.info(
+        "%s: state wy: stash of %d rows x %d nodes: %.2f GiB; states of the nodes would take %.2f GiB",
+        MARKER,
+        layout.rows,
+        width,
+        pool.ddtree.stash.bytes / GIB,
+        layout.rows * width * arguments["cache_params"].mamba_cache_per_req / GIB,
+    )
 
 
 def budget_with_stash(original: Original, configurator: Any, total_rest_memory: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from ddtree_engine.sglang_plugin.wy.stash import Stash
 from ddtree_kernels.ancestry.triton import ancestor_bits
+from ddtree_kernels.commit.stash import stash as keep
 from ddtree_kernels.tree_conv.triton import tree_conv
 from ddtree_kernels.tree_gdn.triton import tree_gdn_verify
 from torch import Tensor
@@ -58,11 +59,9 @@ def verify_layer(
         raise ValueError(
             f"verify pass: found inputs in {x.dtype}, {a.dtype} and {b.dtype}, allowed is {layout.dtype}"
         )
+    keep(x, a, b, *(kept[index, :rows].view(len(x), -1) for kept in (stash.x, stash.a, stash.b)))
     x = x.view(rows, width, channels)
     a, b = a.view(rows, width, heads), b.view(rows, width, heads)
-    stash.x[index, :rows].copy_(x)
-    stash.a[index, :rows].copy_(a)
-    stash.b[index, :rows].copy_(b)
     parents, bits, slots = stash.parents[:rows], stash.bits[:rows], slots[:rows]
     if index == 0:
         ancestor_bits(parents, out=bits)
