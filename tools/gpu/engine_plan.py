@@ -8,12 +8,13 @@
 Needs on the host: Python 3.12, a CUDA build of torch, `tokenizers`; SGLang itself comes from the bundle
 (`--bundle`, a tar of site-packages; `--bundle ''` uses an installed SGLang). Standard library otherwise.
 
-Stages are the gates of the engine (a..k), `smoke`, `paths`, and `step` (step times at a 27B's shape, dummy
-weights). Every arm is started once and serves all workloads that the stages ask of it. Raw answers and logs
-go to `<out>/engine.tar.xz`, written anew after every arm, one JSON file per arm and workload; `judge-*.json`
-in it has the figures that need no statistics; `tools/gpu/engine_summary.py` makes the gates of them. An arm
-that fails stops nothing else; in `smoke` it is started again in simpler ways to see which part fails.
-Whatever does not fit into `--minutes` is listed as left over, and the plan ends by itself.
+Stages are the gates of the engine (a..k), `smoke`, `paths`, `wy` (replayed states beside stored ones), `step`
+and `step-wy` (step times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads
+that the stages ask of it. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one
+JSON file per arm and workload; `judge-*.json` in it has the figures that need no statistics;
+`tools/gpu/engine_summary.py` makes the gates of them. An arm that fails stops nothing else; in `smoke` it is
+started again in simpler ways to see which part fails. What does not fit into `--minutes` is listed as left
+over, and the plan ends by itself.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from pathlib import Path
 from engine.arms import EXTRA_STAGES, STAGES, plan_of
 from engine.host import ROOT, Context
 from engine.runs import Run
-from engine.step_times import STEP_ARMS
+from engine.step_times import STEP_ARMS, STEP_WY_ARMS
 
 
 def main() -> int:
     options = parse_options()
     options.out, options.pair = options.out.resolve(), options.pair.resolve()
     if options.list:
-        print(json.dumps({"stages": STAGES, "step": STEP_ARMS}, indent=1))
+        print(json.dumps({"stages": STAGES, "step": STEP_ARMS, "step-wy": STEP_WY_ARMS}, indent=1))
         return 0
     stages = options.stages.split(",")
     work = plan_of(stages)

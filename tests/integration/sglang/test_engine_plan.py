@@ -32,7 +32,7 @@ def resolve(argv, plugin):
 
 KINDS = """
 ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-cached tree32-pages
-tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2
+tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy tree32-cached-wy
 """.split()  # noqa: SIM905
 
 
@@ -66,7 +66,9 @@ def test_the_shipped_pair_and_its_prompts_are_what_the_plan_takes(plugin, monkey
     assert all(60 <= len(ids) <= host.LONGEST for ids in prompts)
 
 
-@pytest.mark.parametrize("name", ["step-ar", "step-dflash", "step-tree8", "step-tree64"])
+@pytest.mark.parametrize(
+    "name", ["step-ar", "step-dflash", "step-tree8", "step-tree64", "step-chain-wy", "step-tree64-wy"]
+)
 def test_the_27b_shapes_resolve(name, tmp_path, plugin, monkeypatch):
     arm = step_times.step_arm(name)
     if arm.config is not None:

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
 
-from engine import arms, diagnosis, host, runs, servers, workloads
+from engine import arms, diagnosis, host, judgement, runs, servers, step_times, workloads
 
 
 class Server:
@@ -139,3 +139,33 @@ def test_of_a_log_the_error_is_told_and_not_the_noise():
     assert len(told) < 2000
     assert servers.cause(LOG) == servers.cause(LOG.replace("0x7f12", "0x99"))
     assert servers.cause("fine") == "no error in the log"
+
+
+def test_every_arm_with_replayed_states_has_one_with_stored_states_beside_it():
+    asked = arms.STAGES["wy"]
+    pairs = [name for name in asked if name.endswith("-wy")]
+    assert pairs
+    for name in pairs:
+        mine, stored = arms.ARMS[name], arms.ARMS[name.removesuffix("-wy")]
+        assert name.removesuffix("-wy") in asked
+        assert mine.config == stored.config | {"state": "wy"}
+        assert (mine.width, mine.flags) == (stored.width, stored.flags)
+    for name in step_times.STEP_WY_ARMS:
+        config = step_times.step_arm(name).config or {"state": "snapshot"}
+        assert config["state"] == ("wy" if name.endswith("-wy") else "snapshot")
+
+
+def test_replayed_states_are_compared_with_stored_ones_figure_by_figure():
+    def runs_of(output, seconds, kept):
+        meta = {"spec_verify_ct": 2}
+        row = {"output_ids": output, "seconds": seconds, "meta": meta}
+        return {"greedy": [row, row], "info": {"ddtree": {"state_scratch_bytes": kept}}}
+
+    found = judgement.against_snapshots(runs_of([1, 2, 3], 0.5, 7), runs_of([1, 2, 4, 5], 1.0, 900))
+    assert found == {
+        "identical": "0/2",
+        "accept_length": [1.5, 2.0],
+        "seconds_a_step": [0.25, 0.5],
+        "state_scratch_bytes": [7, 900],
+    }
+    assert judgement.against_snapshots({}, {}) == {"state_scratch_bytes": [None, None]}

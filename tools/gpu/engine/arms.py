@@ -71,6 +71,13 @@ ARMS: dict[str, Arm] = {
     "tree32-pages": tree(32, flags=(*CACHED, "--page-size", "16")),
     "tree32-grammar": tree(32, flags=("--disable-radix-cache", "--grammar-backend", "xgrammar")),
     "unsafe32": tree(32, mode="unsafe", allow_hybrid_unsafe=True),
+    # States replayed at commit instead of kept for every node; each beside the arm without `-wy`.
+    "chain-wy": tree(BLOCK, topk=1, state="wy"),
+    "tree16-wy": tree(16, state="wy"),
+    "tree32-wy": tree(32, state="wy"),
+    "tree64-wy": tree(64, state="wy"),
+    "tree64-wy-check": tree(64, state="wy", self_check=25),
+    "tree32-cached-wy": tree(32, flags=CACHED, state="wy"),
     "ar-tp2": Arm(flags=(*Arm.flags, "--tp-size", "2")),
     "tree32-tp2": tree(32, flags=(*Arm.flags, "--tp-size", "2")),
 }
@@ -124,10 +131,26 @@ STAGES: dict[str, dict[str, list[str]]] = {
     },
     "i": {"ar": ["draws"], "tree32": ["draws"], "dflash": ["draws"]},
     "j": {"ar": ["greedy", "ties"], "tree32": ["greedy", "info"], "unsafe32": ["greedy", "info"]},
+    # Stored states and replayed ones in one run: tokens, accept lengths, seconds a step, bytes.
+    "wy": {
+        "ar": ["greedy", "ties"],
+        "dflash": ["greedy"],
+        "chain": ["greedy", "info"],
+        "chain-wy": ["greedy", "info"],
+        "tree16": ["greedy", "padded", "info"],
+        "tree16-wy": ["greedy", "padded", "info"],
+        "tree32": ["greedy", "info"],
+        "tree32-wy": ["greedy", "info"],
+        "tree64": ["greedy", "info"],
+        "tree64-wy": ["greedy", "info"],
+        "tree64-wy-check": ["info"],
+        "tree32-cached": ["greedy", "cache", "lengths", "batches", "info"],
+        "tree32-cached-wy": ["greedy", "cache", "lengths", "batches", "load", "info"],
+    },
     "k": {"ar-tp2": ["greedy", "ties"], "tree32-tp2": ["greedy", "info"]},
 }
 # Stages that are not gates' arms: their own servers, one at a time.
-EXTRA_STAGES = ("step",)
+EXTRA_STAGES = ("step", "step-wy")
 
 
 def plan_of(stages: list[str]) -> dict[str, list[str]]:

@@ -114,6 +114,8 @@ def judge(context: Context) -> None:
             check = dict(described["self_check"])
             check.pop("errors", None)
             line["self_check"] = check
+        if arm.endswith("-wy") and arm.removesuffix("-wy") in context.results:
+            line["against_snapshots"] = against_snapshots(runs, context.results[arm.removesuffix("-wy")])
         if line:
             lines[arm] = line
     asked = context.results.get(context.judge, {}).get("differences", {}).get("questions", [])
@@ -127,6 +129,27 @@ def judge(context: Context) -> None:
         lines["ties"]["not_near"] = [q["where"] for q in asked if q["gap"] > 2 * noise]
     context.keep(context.judge, "figures", lines)
     print(json.dumps(lines, indent=1), flush=True)
+
+
+def against_snapshots(wy: dict[str, Any], snapshot: dict[str, Any]) -> dict[str, Any]:
+    """The same arm with replayed and with stored states: {figure: [replayed, stored]}, and what is equal."""
+    found: dict[str, Any] = {}
+    sides = (wy, snapshot)
+    if all("greedy" in runs for runs in sides):
+        mine, theirs = (runs["greedy"] for runs in sides)
+        same = [one["output_ids"] == other["output_ids"] for one, other in zip(mine, theirs, strict=True)]
+        found["identical"] = f"{sum(same)}/{len(same)}"
+        taken = [sum(row["meta"].get("spec_verify_ct", 0) for row in rows) for rows in (mine, theirs)]
+        for name, totals in (
+            ("accept_length", [sum(len(row["output_ids"]) for row in rows) for rows in (mine, theirs)]),
+            ("seconds_a_step", [sum(row["seconds"] for row in rows) for rows in (mine, theirs)]),
+        ):
+            found[name] = [
+                total / steps if steps else None for total, steps in zip(totals, taken, strict=True)
+            ]
+    described = [(runs.get("info") or {}).get("ddtree") or {} for runs in sides]
+    found["state_scratch_bytes"] = [one.get("state_scratch_bytes") for one in described]
+    return found
 
 
 def tie_noise(context: Context) -> float | None:

@@ -13,7 +13,7 @@ from engine.arms import ARMS, argv_of
 from engine.host import Context
 from engine.judgement import ask_about_ties, judge
 from engine.servers import START_LIMIT, Server, cause
-from engine.step_times import step_times
+from engine.step_times import STEP_ARMS, STEP_WY_ARMS, step_times
 from engine.workloads import WORKLOADS
 
 # A group that cannot be served in the time left is not started.
@@ -46,8 +46,8 @@ class Run:
         if diagnose and self.broken:
             self._guarded("diagnosis", diagnosis.diagnose, self.context, self.broken, self.port)
         for stage in extra:
-            assert stage == "step"
-            self.failures += self._guarded(stage, step_times, self.context) or []
+            arms = {"step": STEP_ARMS, "step-wy": STEP_WY_ARMS}[stage]
+            self.failures += self._guarded(stage, step_times, self.context, arms) or []
         return self.failures
 
     def port(self) -> int:

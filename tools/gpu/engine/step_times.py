@@ -17,6 +17,11 @@ from engine.host import Context
 from engine.servers import START_LIMIT, Server
 
 STEP_ARMS = ("step-ar", "step-dflash", "step-tree8", "step-tree16", "step-tree32", "step-tree64")
+# For the stage `step-wy`: the arm on SGLang's kernels, then on ours. `chain` is the chain as a tree.
+STEP_WY_ARMS = (
+    *("step-dflash", "step-chain", "step-chain-wy"),
+    *("step-tree16", "step-tree16-wy", "step-tree32", "step-tree32-wy", "step-tree64", "step-tree64-wy"),
+)
 QWEN36_27B = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -86,7 +91,11 @@ def step_arm(name: str) -> Arm:
         return Arm()
     if kind == "dflash":
         return Arm("DFLASH")
-    return tree(int(kind.removeprefix("tree")))
+    state = "wy" if kind.endswith("-wy") else "snapshot"
+    kind = kind.removesuffix("-wy")
+    if kind == "chain":
+        return tree(BLOCK, topk=1, state=state)
+    return tree(int(kind.removeprefix("tree")), state=state)
 
 
 def step_argv(folder: Path, arm: Arm, port: int) -> list[str]:
@@ -100,12 +109,12 @@ def step_argv(folder: Path, arm: Arm, port: int) -> list[str]:
     return argv
 
 
-def step_times(context: Context) -> list[str]:
+def step_times(context: Context, arms: tuple[str, ...] = STEP_ARMS) -> list[str]:
     """One server at a time, alone on the card: seconds a step takes, and its stages, at batch 1 and 2."""
     folder = write_step_checkpoints(context.site)
     failures: list[str] = []
     port = 31000
-    for name in STEP_ARMS:
+    for name in arms:
         if context.seconds_left() < 170:
             context.left_over.append(name)
             continue
