@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from ddtree_ops.errors import BadInput
 from ddtree_ops.memory.planner import Verdict, cluster_services, knobs, plan_memory
 from ddtree_ops.memory.shapes import KNOWN_DRAFTERS, KNOWN_TARGETS, drafter_shape, target_shape
-from ddtree_ops.schemas.cluster import Checkpoint, Cluster, EngineKind, Scratch
-
-#: A way out that the planner knows and the plugin for SGLang does not.
-NOT_KEPT = f"scratch: {Scratch.STASH.value}"
+from ddtree_ops.schemas.cluster import Checkpoint, Cluster, EngineKind
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,7 @@ def memory_of(cluster: Cluster) -> list[Fit]:
     for name, wanted in cluster_services(cluster, weights=target.dtype).items():
         plan = plan_memory(target, drafter, wanted)
         ways = knobs(target, drafter, wanted) if plan.verdict is Verdict.NO else []
-        kept = tuple(way for way in ways if way != NOT_KEPT)
-        found.append(Fit(name, plan.verdict, plan.reason, kept))
+        found.append(Fit(name, plan.verdict, plan.reason, tuple(ways)))
     return found
 
 

@@ -233,19 +233,12 @@ def _speculative(service: Service) -> list[str]:
 
 
 def _plugin_config(service: Service, calibration: Path | None) -> dict[str, Any]:
-    if service.scratch is Scratch.STASH:
-        raise BadInput.at(
-            file=None,
-            key=f"services.{service.name}.scratch",
-            found="stash",
-            allowed="snapshots, which is what the plugin for SGLang keeps",
-        )
     found: dict[str, Any] = {
         "mode": MODES[service.arm],
         "budget": service.budget,
         "topk": _topk(service),
         "builder": _builder(service).value,
-        "state": "snapshot",
+        "state": "wy" if service.scratch is Scratch.STASH else "snapshot",
     }
     if calibration is not None:
         found["calibration"] = str(calibration)

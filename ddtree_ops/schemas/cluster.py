@@ -241,7 +241,7 @@ class Service(StrictModel):
     )
     calibration: Path | None = Field(None, description="needed by the calibrated builder")
     scratch: Scratch | None = Field(
-        None, description="for ddtree; default: snapshots, the only one that the plugin for SGLang keeps"
+        None, description="for ddtree; default: snapshots; stash has not run on a GPU yet"
     )
     allow_hybrid_unsafe: bool = Field(False, description="needed by the arm 'unsafe', whose output is wrong")
     hosts: Annotated[list[HostName], Field(min_length=1)] | None = Field(None, description="default: all")

@@ -19,7 +19,7 @@ def test_a_service_that_does_not_fit_is_refused_with_keys_that_the_engine_has() 
         require_fit(fits)
     assert error.value.message.startswith("services.tree: does not fit on its card: ")
     assert "max_running_requests: " in error.value.message
-    assert "scratch: stash" not in error.value.message
+    assert "scratch: stash" in error.value.message
     assert "plain" not in error.value.message
 
 

@@ -164,10 +164,13 @@ def test_a_changed_calibration_is_another_container(tmp_path: Path) -> None:
         rendered(wanted, "tree", around)
 
 
-def test_scratch_that_the_plugin_does_not_keep_is_refused() -> None:
-    service = {"name": "tree", "arm": "ddtree", "budget": 31, "port": 30031, "scratch": "stash"}
-    with pytest.raises(BadInput, match=r"services\.tree\.scratch: found 'stash', allowed: snapshots"):
-        rendered(cluster([service]), "tree")
+@pytest.mark.parametrize(
+    ("scratch", "state"), [("stash", "wy"), ("snapshots", "snapshot"), (None, "snapshot")]
+)
+def test_scratch_becomes_the_plugins_state(scratch: str | None, state: str) -> None:
+    service = {"name": "tree", "arm": "ddtree", "budget": 31, "port": 30031, "scratch": scratch}
+    env = rendered(cluster([service]), "tree").env
+    assert json.loads(env["SGLANG_DDTREE_CONFIG"])["state"] == state
 
 
 def test_only_replicas_of_several_gpus_get_settings_for_nccl() -> None:
