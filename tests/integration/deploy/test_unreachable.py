@@ -50,9 +50,9 @@ def test_a_host_that_stays_away_is_told_and_keeps_no_other_from_work(lab: Lab) -
     assert (code, list(plan["unknown"]), [one["host"] for one in plan["hosts"]]) == (0, ["gone"], ["here"])
     assert [step["action"] for step in plan["hosts"][0]["containers"]] == ["create", "create"]
 
-    code, up, events = lab.up()
+    code, up, _ = lab.up()
     assert (code, list(up["unreachable"]), up["failed"]) == (1, ["gone"], {})
-    assert any(WAITING in event.get("text", "") for event in events), "it was given up at once"
+    assert up["seconds"]["hosts"] >= 1, "it was given up at once"
     assert sorted(lab.ids()) == ["lab-plain-0", "lab-tree-0"]
 
     code, status, _ = lab.run("status")
