@@ -26,7 +26,7 @@ from ddtree_ops.services.base import Launcher, ServiceSpec
 from ddtree_ops.services.discover import external_services
 from ddtree_ops.services.external import ExternalLauncher
 from ddtree_ops.services.local import LocalLauncher
-from ddtree_ops.services.rotation import Mover, Rotation
+from ddtree_ops.services.rotation import Mover, Rotation, short_place
 
 #: Seconds per token of the shipped pair on one core of a laptop, for a first guess.
 LOCAL_SECONDS_PER_TOKEN = {
@@ -193,10 +193,12 @@ def show_plan(description: Mapping[str, Any], out: Output) -> None:
     for service in description["services"]:
         out.line(f"{service['name']}: {service['url'] or ' '.join(service['argv'])}")
     if rotation := description["rotation"]:
-        positions = rotation["positions"]
-        columns = ["service", *(f"position {number + 1}" for number in range(positions))]
-        title = f"{positions} positions: between two of them every service starts freshly in its next place"
-        out.table(title, columns, [[name, *places] for name, places in rotation["places"].items()])
+        places = rotation["places"]
+        moves = f"{rotation['moves']} moves, each about {rotation['move_seconds']:g} s"
+        at = [
+            [n + 1, *(short_place(some[n]) for some in places.values())] for n in range(rotation["positions"])
+        ]
+        out.table(f"Positions: {moves}", ["position", *places], at)
     out.result(description, summary=f"{len(rows)} cells, {_about(description['eta_seconds'])}")
 
 

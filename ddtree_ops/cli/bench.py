@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ddtree_ops.cli import common
+
+if TYPE_CHECKING:
+    from ddtree_ops.schemas.sweep import Sweep
 
 app = typer.Typer(help="Measure arms over the same prompts.", no_args_is_help=True)
 
@@ -35,6 +38,16 @@ RUN_EPILOG = """
 ddtree bench run --arm ddtree --budget 31
 
 ddtree bench run --arm dflash --concurrency 4 --prompts 8
+"""
+AA_EPILOG = """
+[bold]Examples[/bold]
+
+ddtree bench aa --cluster cluster.yaml --service linear
+
+ddtree bench aa --cluster cluster.yaml --service linear --repeats 4 --results results
+
+Between starts all services of the cluster move on, as with `bench sweep --rotate`. The floor is kept in the
+results; `ddtree compare report` shows it, and no verdict within it is given.
 """
 CALIBRATE_EPILOG = """
 [bold]Examples[/bold]
@@ -109,6 +122,34 @@ def run(
     _sweep(context, {**locals(), "arm": arm or ["ddtree"], "budget": budget or ["31"], "file": None})
 
 
+@app.command(epilog=AA_EPILOG)
+def aa(
+    context: typer.Context,
+    cluster: Annotated[Path, typer.Option("--cluster", help="The cluster.yaml.")],
+    service: Annotated[str, typer.Option("--service", help="A service of it.")],
+    concurrency: common.Concurrencies = None,
+    dataset: common.Dataset = None,
+    prompts: common.Prompts = None,
+    max_tokens: common.MaxTokens = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=2, max=100, help="Starts of the service.")] = 2,
+    results: common.Results = RESULTS,
+    dry_run: common.DryRun = False,
+    retry_failed: common.RetryFailed = False,
+) -> None:
+    """Measure one service as if its starts were arms: what they differ by is noise."""
+    from ddtree_ops.bench.aa import aa_sweep
+
+    options = {
+        "concurrencies": common.integers("--concurrency", concurrency, "whole numbers, 1 to 256"),
+        "dataset": dataset,
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+    }
+    sweep = aa_sweep(cluster, service, options)
+    _run(context, sweep, results, dry_run=dry_run, retry_failed=retry_failed, floors=True)
+
+
 @app.command(epilog=CALIBRATE_EPILOG)
 def calibrate(
     context: typer.Context,
@@ -153,16 +194,34 @@ def calibrate(
 def _sweep(context: typer.Context, options: dict[str, Any]) -> None:
     """The common body of `sweep` and `run`."""
     from ddtree_ops.bench.config import load_sweep
+
+    sweep = load_sweep(options["file"], _overrides(options))
+    _run(context, sweep, options["results"], dry_run=options["dry_run"], retry_failed=options["retry_failed"])
+
+
+def _run(
+    context: typer.Context,
+    sweep: Sweep,
+    results: Path,
+    *,
+    dry_run: bool,
+    retry_failed: bool,
+    floors: bool = False,
+) -> None:
+    """Plan, and unless that is all, measure and show; `floors` also what starts differ by."""
+    from ddtree_ops.bench.aa import show_floors
     from ddtree_ops.bench.report import show_outcome
     from ddtree_ops.bench.runner import require_good
     from ddtree_ops.bench.sweep import describe, execute, prepare, show_plan
 
     out = common.sink(context)
-    with prepare(load_sweep(options["file"], _overrides(options)), out.note) as prepared:
-        if options["dry_run"]:
-            show_plan(describe(prepared, options["results"]), out)
+    with prepare(sweep, out.note) as prepared:
+        if dry_run:
+            show_plan(describe(prepared, results), out)
             return
-        store, outcome = execute(prepared, options["results"], out, retry_failed=options["retry_failed"])
+        store, outcome = execute(prepared, results, out, retry_failed=retry_failed)
+    if floors:
+        show_floors(store, outcome, out)
     show_outcome(store, outcome, out)
     require_good(outcome)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_ops.compare.checks import Check, run_checks
+from ddtree_ops.compare.floor import Floor, above_floor, floors_of
 from ddtree_ops.compare.load import Results, load_results
 from ddtree_ops.compare.measures import Measures, measure
 from ddtree_ops.compare.verdicts import BestBudget, Verdict, best_budgets, judge_all
@@ -21,6 +22,7 @@ class Analysis:
     verdicts: tuple[Verdict, ...]
     best: tuple[BestBudget, ...]
     checks: dict[str, Check]
+    floors: tuple[Floor, ...] = ()
 
     @property
     def on_cpu_engine(self) -> bool:
@@ -36,10 +38,12 @@ def analyse(results: Path, run_id: str | None = None) -> Analysis:
     """
     loaded = load_results(results, run_id)
     measures = tuple(measure(cell, seed=SEED) for cell in loaded.cells)
+    floors = floors_of(loaded.path, [cell.spec for cell in loaded.cells], seed=SEED)
     return Analysis(
         results=loaded,
         measures=measures,
-        verdicts=tuple(judge_all(measures, seed=SEED)),
-        best=tuple(best_budgets(measures, seed=SEED)),
+        verdicts=tuple(above_floor(verdict, floors) for verdict in judge_all(measures, seed=SEED)),
+        best=tuple(above_floor(best, floors) for best in best_budgets(measures, seed=SEED)),
         checks=run_checks(loaded, measures, seed=SEED),
+        floors=tuple(floors),
     )

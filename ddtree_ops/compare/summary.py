@@ -66,6 +66,20 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
             }
             for item in analysis.best
         ],
+        "floors": [
+            {
+                "arm": floor.cell.arm.value,
+                "budget": floor.cell.budget,
+                "concurrency": floor.cell.spec.concurrency,
+                "temperature": floor.cell.spec.temperature,
+                "metric": floor.metric.value,
+                "positions": floor.positions,
+                "ratio": _ratio(floor.ratio),
+                "low": floor.low,
+                "high": floor.high,
+            }
+            for floor in analysis.floors
+        ],
         "checks": dict(analysis.checks),
         "environment": run.environment.model_dump(mode="json"),
     }

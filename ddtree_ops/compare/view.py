@@ -13,6 +13,7 @@ import yaml
 from ddtree_ops.compare.ablation import Leak, ShadowBias, leaks, shadow_biases
 from ddtree_ops.compare.analysis import SEED, Analysis
 from ddtree_ops.compare.checks import Check
+from ddtree_ops.compare.floor import Floor
 from ddtree_ops.compare.frames import by_position
 from ddtree_ops.compare.headline import CPU_NOTE, headline
 from ddtree_ops.compare.load import Load
@@ -21,6 +22,7 @@ from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.schemas.results import CellSpec, Gate, GateStatus, ParityFinding
+from ddtree_ops.services.rotation import short_place
 
 DASH = "–"
 
@@ -73,6 +75,7 @@ class LoadView:
     anchor: str
     verdicts: dict[str, list[VerdictRow]]
     best: tuple[str, ...]
+    floors: Table | None
     cells: Table
     quality: Table
     findings: Table | None
@@ -114,6 +117,7 @@ def _load(analysis: Analysis, load: Load) -> LoadView:
         anchor=f"c{load.concurrency}-t{load.temperature:g}".replace(".", "_"),
         verdicts={arm.value: rows for arm in BASELINES if (rows := _verdict_rows(verdicts, arm))},
         best=tuple(_best_text(best) for best in analysis.best if best.load == load),
+        floors=_floors_table([floor for floor in analysis.floors if floor.cell.load == load]),
         cells=_cells_table(here),
         quality=_quality_table(here),
         findings=_findings_table(here),
@@ -163,6 +167,23 @@ def _best_text(best: BestBudget) -> str:
         f"prompts judged with the tree that was best on the other half ({picks}): {interval(best.ratio)} "
         f"times dflash ({best.metric.word(best.answer)})."
     )
+
+
+def _floors_table(floors: Sequence[Floor]) -> Table | None:
+    if not floors:
+        return None
+    rows = tuple(
+        (
+            floor.cell.label,
+            floor.metric.words,
+            str(floor.positions),
+            interval(floor.ratio, digits=3),
+            f"{floor.low:.3f} to {floor.high:.3f}",
+        )
+        for floor in floors
+    )
+    columns = ("service", "metric", "starts", "two starts furthest apart", "floor")
+    return Table("A/A: the same service against itself, start by start", columns, rows, frozenset({0, 1}))
 
 
 def _cells_table(here: Sequence[Measures]) -> Table:
@@ -341,19 +362,13 @@ def _positions_table(here: Sequence[Measures]) -> Table | None:
             if len(part) and part["e2e_s"].sum() > 0
         }
         shown = [
-            f"{speeds[number]:.1f} ({_short_place(places.get(number))})" if number in speeds else DASH
+            f"{speeds[number]:.1f} ({short_place(places.get(number) or DASH)})" if number in speeds else DASH
             for number in range(most)
         ]
         spread = f"{100 * (max(speeds.values()) / min(speeds.values()) - 1):.1f} %" if speeds else DASH
         rows.append((item.cell.label, *shown, spread))
     columns = ("arm", *(f"position {number + 1}" for number in range(most)), "largest / smallest - 1")
     return Table("Tokens per second at each start of the service (and where it ran)", columns, tuple(rows))
-
-
-def _short_place(place: str | None) -> str:
-    """`gpu-a/GPU-12345678`: as much of a UUID as tells cards apart."""
-    host, slash, gpus = (place or DASH).partition("/")
-    return host + slash + "+".join(gpu[:12] for gpu in gpus.split("+"))
 
 
 def _unsafe_table(leaky: Sequence[Leak]) -> Table:

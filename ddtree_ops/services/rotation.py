@@ -34,6 +34,12 @@ class Rotation:
         return CellRotation(positions=self.positions, places=sorted(set(self.places[service])))
 
 
+def short_place(place: str) -> str:
+    """`gpu-a/GPU-12345678`: as much of a UUID as tells cards apart."""
+    host, slash, gpus = place.partition("/")
+    return host + slash + "+".join(gpu[:12] for gpu in gpus.split("+"))
+
+
 class Mover(Protocol):
     """Moves the services of a sweep."""
 

@@ -84,3 +84,21 @@ def test_a_service_that_does_not_come_back_from_a_move_fails_its_own_cells(lab: 
         "ddtree 31": "complete",
     }
     assert len(events[-1]["reused"]) == 1
+
+
+def test_one_service_against_itself_gives_the_floor_of_its_cluster(lab: Lab, tmp_path: Path) -> None:
+    lab.up()
+    first = lab.ids()
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text("".join(json.dumps({"id": f"p{n}", "text": f"def f{n}("}) + "\n" for n in range(6)))
+    lab.capsys.readouterr()
+    argv = ["--json", "bench", "aa", "--cluster", str(lab.file), "--service", "tree", "--max-tokens", "8"]
+    argv += ["--dataset", str(dataset), "--results", str(tmp_path / "results")]
+    assert app.run(argv) == 0
+    events = [json.loads(line) for line in lab.capsys.readouterr().out.splitlines()]
+    (cell,) = events[-1]["cells"]
+    assert (cell["name"], cell["state"]) == ("ddtree 31", "complete")
+    floors = {event["metric"]: event for event in events if event["event"] == "floor"}
+    assert floors["tokens_per_second"]["low"] < 1 < floors["tokens_per_second"]["high"]
+    assert floors["accept_length"]["high"] == pytest.approx(1)
+    assert all(lab.ids()[name] != first[name] for name in ("lab-plain-0", "lab-tree-0"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddtree_ops.bench.config import load_sweep
 from ddtree_ops.bench.plan import cell_name
 from ddtree_ops.bench.runner import SweepOutcome
+from ddtree_ops.bench.sweep import describe, prepare, show_plan
 from ddtree_ops.errors import Interrupted, JobFailed
+from ddtree_ops.output import Output
 from ddtree_ops.schemas.results import CellRecord, CellState, RequestRow
 from tests.support.ops import stub_sweep
 from tests.support.rotation import ProcessMover, Rotator, rotating_plan
@@ -72,6 +76,23 @@ def test_which_card_is_first_is_no_part_of_a_cell_but_the_set_of_cards_is(tmp_pa
     three = keys(["a", "b", "c"])
     assert three == keys(["b", "c", "a"])
     assert not set(three) & set(keys(["a", "b", "d"]))
+
+
+def test_a_plan_shows_where_services_will_be_and_counts_the_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rotator = rotator_of(tmp_path, positions=3)
+    with prepare(load_sweep(rotator.file, {})) as prepared:
+        still = describe(prepared, tmp_path / "none")
+        moving = describe(replace(prepared, plan=rotating_plan(rotator.file)), tmp_path / "none")
+    assert still["rotation"] is None
+    assert moving["rotation"]["moves"] == 2
+    assert moving["rotation"]["places"]["ddtree"] == ["here/card-1", "here/card-2", "here/card-0"]
+    assert moving["eta_seconds"] > still["eta_seconds"] + 3 * 5
+    show_plan(moving, Output())
+    shown = capsys.readouterr().out
+    assert "Positions: 2 moves, each about 5 s" in shown
+    assert "here/card-2" in shown
 
 
 def test_an_interrupted_rotation_goes_on_at_its_position(tmp_path: Path) -> None:

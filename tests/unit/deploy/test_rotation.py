@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ddtree_ops.bench.aa import aa_sweep
 from ddtree_ops.cli import app
 from ddtree_ops.containers.found import Found
 from ddtree_ops.deploy.layout import lay_out
@@ -25,7 +26,7 @@ from ddtree_ops.deploy.rotation import (
 from ddtree_ops.deploy.session import open_cluster
 from ddtree_ops.errors import BadInput
 from ddtree_ops.schemas.cluster import Cluster
-from ddtree_ops.schemas.sweep import Sweep
+from ddtree_ops.schemas.sweep import ClusterEngine, Sweep
 from tests.unit.deploy.clusters import cards, cluster, rehearsal
 
 SINGLE = [
@@ -175,3 +176,23 @@ def test_only_the_services_of_a_cluster_can_be_moved(
     (error,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = engine["kind"] if engine else "local"
     assert f"{file}: engine.kind: found '{found}', allowed: cluster, for --rotate" in error["message"]
+
+
+def test_a_service_against_itself_is_a_rotation_of_that_service_alone(tmp_path: Path) -> None:
+    sweep = aa_sweep(write(tmp_path), "tree", {"repeats": 2, "prompts": None, "concurrencies": [4]})
+    assert isinstance(sweep.engine, ClusterEngine)
+    assert sweep.engine.rotate
+    assert [(one.arm.value, one.budgets) for one in sweep.arms] == [("ddtree", [31])]
+    assert (sweep.name, sweep.repeats, sweep.concurrencies) == ("aa", 2, [4])
+    assert {"arms", "repeats"} <= sweep.model_fields_set
+
+
+@pytest.mark.parametrize("name", ["nobody", "wrong"])
+def test_a_service_that_is_not_there_or_unsafe_is_not_measured_against_itself(
+    tmp_path: Path, name: str
+) -> None:
+    unsafe = {"name": "wrong", "arm": "unsafe", "budget": 15, "allow_hybrid_unsafe": True, "port": 30041}
+    file = write(tmp_path, services=[*SINGLE, unsafe])
+    with pytest.raises(BadInput) as caught:
+        aa_sweep(file, name, {})
+    assert f"{file}: --service: found '{name}', allowed: linear, shadow, tree" in caught.value.message
