@@ -20,7 +20,8 @@ def wide_weights(
     weights  (name, tensor) of the small checkpoint, in any order
     model    the module they are for: says the device and the type
 
-    A tensor-parallel rank takes its part of each; no more than one wide tensor exists beside the model.
+    Tensor-parallel ranks each make all of them and keep their part. Beside the model exist the tensor that is
+    being loaded and the next one: at most two of 2.5 GB for a 27B.
     """
     small = dict(weights)
     parameter = next(model.parameters())

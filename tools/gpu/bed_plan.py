@@ -4,10 +4,11 @@
     python3 tools/gpu/bed_plan.py --out $OUT
     python3 tools/gpu/bed_plan.py --arms ar --out $OUT
 
-For each arm three servers on one card: the 27B's shape with dummy weights, the bed, and the small pair as it
-is. The first two are asked in turns for the time of a step; the last two for the same prompts, greedily and
-with the prompts' log-probabilities. Needs some 130 GiB of GPU memory, and what `engine_plan.py` needs; raw
-answers and logs go to `<out>/bed.tar.xz`, `figures.json` in it has for each arm:
+For each arm three servers on one card: the 27B's shape with dummy weights, the bed, and the small pair as
+it is. The first two are asked in turns for the time of a step; the last two for the same prompts, greedily
+and with the prompts' log-probabilities. An arm may take six minutes, of which five are starts. Needs some
+130 GiB of GPU memory, and what `engine_plan.py` needs; raw answers and logs go to `<out>/bed.tar.xz`,
+`figures.json` in it has for each arm:
 
     step_ratio      bed / dummy: median over the rounds, lowest, highest; the median is to be within 1 % of 1
     logprob_change  of the prompts' tokens, bed against small pair: median and largest
