@@ -187,5 +187,6 @@ def test_a_cell_that_did_not_move_has_the_key_that_it_had_before_cells_could() -
     folder = Path(__file__).parents[3] / "results" / "cpu-quickstart" / "results" / "cells"
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*/cell.json"))]
     assert records
-    assert all("rotation" not in record["spec"] for record in records)
-    assert all(CellRecord.model_validate(record).spec.key() == record["key"] for record in records)
+    for record in records:
+        record["spec"].pop("rotation", None)
+        assert CellRecord.model_validate(record).spec.key() == record["key"]
