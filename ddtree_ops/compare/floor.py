@@ -65,7 +65,7 @@ class Floor:
 
     def covers(self, spec: CellSpec) -> bool:
         """Whether it was measured on the same kind of service, machine and load."""
-        return all(getattr(self.cell.spec, name) == getattr(spec, name) for name in SAME_SERVICE)
+        return _alike(self.cell.spec, spec)
 
     def holds(self, ratio: Interval) -> bool:
         """Whether a ratio's whole interval may be the noise of a start; over several starts it holds that."""
@@ -135,9 +135,13 @@ def _repeated_cells(path: Path, wanted: Sequence[CellSpec]) -> list[Cell]:
             continue
         if record.spec.arm is Arm.UNSAFE:
             continue
-        if any(all(getattr(record.spec, n) == getattr(spec, n) for n in SAME_SERVICE) for spec in wanted):
+        if any(_alike(record.spec, spec) for spec in wanted):
             found.append(Cell(record, tuple(store.rows(record.key))))
     return found
+
+
+def _alike(one: CellSpec, other: CellSpec) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in SAME_SERVICE)
 
 
 def _rotated(file: Path) -> bool:
