@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.arms import DRAFTING, Arm
+from engine.arms import Arm, launch_argv
 from engine.host import ROOT, Context
 from engine.servers import START_LIMIT, Server
 
@@ -121,14 +121,8 @@ def arm_of(name: str) -> Arm:
 def argv_of(folder: Path, pair: Path, kind: str, name: str, port: int) -> list[str]:
     """Command line of a server; `folder` and `pair` hold target/ and drafter/."""
     source = pair if kind == "small" else folder
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(source / "target")]
-    argv += ["--port", str(port), *SERVER]
-    if ALGORITHMS[name] is not None:
-        argv += ["--speculative-algorithm", str(ALGORITHMS[name]), *DRAFTING]
-        argv += ["--speculative-draft-model-path", str(source / "drafter")]
-    if kind == "dummy":
-        argv += ["--load-format", "dummy"]
-    return argv
+    options = [*SERVER, *(["--load-format", "dummy"] if kind == "dummy" else [])]
+    return launch_argv(source, arm_of(name), port, options)
 
 
 def serve_arm(context: Context, folder: Path, name: str, port: int) -> list[str]:

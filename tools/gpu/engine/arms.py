@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,16 @@ def plan_of(stages: list[str]) -> dict[str, list[str]]:
 
 def argv_of(pair: Path, arm: Arm, port: int) -> list[str]:
     """SGLang's command line for an arm on the small pair in folder `pair`."""
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(pair / "target")]
-    argv += ["--port", str(port), *SERVER, *SMALL_POOLS, *arm.flags]
+    return launch_argv(pair, arm, port, [*SERVER, *SMALL_POOLS, *arm.flags])
+
+
+def launch_argv(folder: Path, arm: Arm, port: int, options: Sequence[str]) -> list[str]:
+    """SGLang's command line for an arm on `folder`'s target and drafter, with the server's own options."""
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "target")]
+    argv += ["--port", str(port), *options]
     if arm.algorithm is not None:
         argv += ["--speculative-algorithm", arm.algorithm, *DRAFTING]
-        argv += ["--speculative-draft-model-path", str(pair / "drafter")]
+        argv += ["--speculative-draft-model-path", str(folder / "drafter")]
     if arm.width is not None:
         argv += ["--speculative-num-draft-tokens", str(arm.width)]
     return argv

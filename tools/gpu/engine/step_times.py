@@ -6,13 +6,12 @@ import concurrent.futures
 import contextlib
 import json
 import random
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from engine.arms import BLOCK, DRAFTING, Arm, tree
+from engine.arms import BLOCK, Arm, launch_argv, tree
 from engine.host import Context
 from engine.servers import START_LIMIT, Server
 
@@ -99,14 +98,7 @@ def step_arm(name: str) -> Arm:
 
 
 def step_argv(folder: Path, arm: Arm, port: int) -> list[str]:
-    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "target")]
-    argv += ["--port", str(port), *STEP_SERVER]
-    if arm.algorithm is not None:
-        argv += ["--speculative-algorithm", arm.algorithm, *DRAFTING]
-        argv += ["--speculative-draft-model-path", str(folder / "drafter")]
-    if arm.width is not None:
-        argv += ["--speculative-num-draft-tokens", str(arm.width)]
-    return argv
+    return launch_argv(folder, arm, port, STEP_SERVER)
 
 
 def step_times(context: Context, arms: tuple[str, ...] = STEP_ARMS) -> list[str]:
