@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
     "CUDA_HOME": "/usr/local/cuda",
     "PYTHONUNBUFFERED": "1",
+    # SGLang's prefix tree in Rust is built for one torch; with another it reads tensors wrongly.
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
 }
 # Of a longer log only the start and the end are kept.
 LOG_START, LOG_END = 100_000, 250_000

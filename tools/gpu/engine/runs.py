@@ -28,23 +28,24 @@ class Run:
         self.failures: list[str] = []
         # Arm -> one line on why its server ended or never became ready.
         self.broken: dict[str, str] = {}
+        self.looked_into: set[str] = set()
         self.reference: Server | None = None
         self._port = 30100
 
     def all(self, work: dict[str, list[str]], extra: list[str], *, diagnose: bool) -> list[str]:
-        """Arms in groups, then ties, diagnoses and the other stages; returns what failed."""
+        """Arms in groups, diagnoses of those that broke, ties and the other stages; returns what failed."""
         try:
             for group in groups_of(list(work), self.context.options.parallel):
                 self._guarded(" ".join(group), self._group, group, work)
                 self._guarded("saving", self.context.save)
+                if diagnose:
+                    self._guarded("diagnosis", self._diagnose)
             if self.reference is not None:
                 self._guarded("ties", self._ties)
         finally:
             if self.reference is not None:
                 self.reference.stop()
         self._guarded("judgement", judge, self.context)
-        if diagnose and self.broken:
-            self._guarded("diagnosis", diagnosis.diagnose, self.context, self.broken, self.port)
         for stage in extra:
             arms = {"step": STEP_ARMS, "step-wy": STEP_WY_ARMS}[stage]
             self.failures += self._guarded(stage, step_times, self.context, arms) or []
@@ -92,6 +93,13 @@ class Run:
             return
         server.stop()
         self.context.save()
+
+    def _diagnose(self) -> None:
+        """Look into causes not seen before, at once: what the next arms would only run into again."""
+        news = {name: cause for name, cause in self.broken.items() if cause not in self.looked_into}
+        self.looked_into |= set(news.values())
+        if news:
+            diagnosis.diagnose(self.context, news, self.port)
 
     def _ties(self) -> None:
         assert self.reference is not None
