@@ -235,7 +235,6 @@ def _other_cases() -> Iterator[Case]:
     from ddtree_kernels.accept_walk import triton as walk
     from ddtree_kernels.ancestry import triton as ancestry
     from ddtree_kernels.commit import stash
-    from ddtree_kernels.commit import triton as commit
     from ddtree_kernels.tree_build import triton as build
     from ddtree_kernels.tree_conv import triton as conv
 
@@ -248,13 +247,6 @@ def _other_cases() -> Iterator[Case]:
         {"TAPS": 4, "BIAS": False, "SILU": True, "BQ": conv.BLOCK_NODES, "BC": conv.BLOCK_CHANNELS},
         {"num_warps": 4},
     )
-    yield Case(
-        conv._commit_window_kernel,
-        "W4 bf16 track",
-        bf16 | index | {"pool": "*bf16", "C": "i32", "N": "i32"},
-        {"CARRIED": 3, "TRACK": True, "BC": conv.BLOCK_CHANNELS, "BW": 4},
-        {"num_warps": 4},
-    )
     kept = dict.fromkeys(("kept_x", "kept_a", "kept_b"), "*bf16")
     yield Case(
         stash._stash_kernel,
@@ -263,25 +255,7 @@ def _other_cases() -> Iterator[Case]:
         {"BLOCK": stash.BLOCK},
         {"num_warps": 4},
     )
-    for state in ("fp32", "bf16"):
-        yield Case(
-            commit._commit_kernel,
-            f"K128 bf16 state {state} track",
-            bf16 | index | {"A_log": "*fp32", "dt_bias": "*fp32", "state_pool": f"*{state}", "N": "i32"},
-            {
-                "H": 16,
-                "HV": 48,
-                "K": 128,
-                "V": 128,
-                "TAPS": 4,
-                "BIAS": False,
-                "SILU": True,
-                "TRACK": True,
-                "BK": 128,
-                "BV": commit.BLOCK_V,
-            },
-            {"num_warps": 4},
-        )
+    yield from _commit_cases(bf16 | index)
     outputs = ["tokens", "parents", "depths", "ranks", "counts", "positions"]
     outputs += ["first_child", "next_sibling", "selected_index", "parent_list"]
     tree = dict.fromkeys((*outputs, "roots", "ids", "prefix_lens", "budgets"), "*i64")
@@ -333,6 +307,32 @@ def _other_cases() -> Iterator[Case]:
             {"BQ": width, "WORDS": width // 32},
             {"num_warps": 4},
         )
+
+
+def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
+    from ddtree_kernels.commit import kernels as commit
+    from ddtree_kernels.commit.triton import DEFAULT
+
+    types |= {"A_log": "*fp32", "dt_bias": "*fp32", "facts": "*fp32", "N": "i32"}
+    heads = {"H": 16, "HV": 48, "K": 128, "V": 128}
+    yield Case(
+        commit._commit_conv_kernel,
+        "W4 K128 bf16 track",
+        types,
+        heads
+        | {"TAPS": 4, "BIAS": False, "SILU": True, "TRACK": True}
+        | {"BP": DEFAULT.block_steps, "BC": 128, "BW": 4},
+        {"num_warps": DEFAULT.conv_warps},
+    )
+    for state in ("fp32", "bf16"):
+        for track in (False, True):
+            yield Case(
+                commit._commit_kernel,
+                f"K128 bf16 state {state}{' track' if track else ''}",
+                types | {"state_pool": f"*{state}"},
+                heads | {"TRACK": track, "BK": 128, "BV": DEFAULT.block_v},
+                {"num_warps": DEFAULT.num_warps, "num_stages": 1},
+            )
 
 
 def compile_case(case: Case, arch: int) -> Compiled:

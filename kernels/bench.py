@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddtree_kernels import bench_steps, bench_stock, bench_timing, bench_verify, interpreting
+from ddtree_kernels import bench_commit, bench_steps, bench_stock, bench_timing, bench_verify, interpreting
 from ddtree_kernels.bench_inputs import QWEN36_27B, TINY
 from ddtree_kernels.bench_targets import TARGETS, sign, summary
 from ddtree_kernels.bench_timing import Place
@@ -41,7 +41,7 @@ MEASUREMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "verify-n8-q64": lambda place: bench_verify.verify(place, 8, 64),
     "verify-adversarial": lambda place: bench_verify.adversarial(place, exact=False),
     "verify-adversarial-exact": lambda place: bench_verify.adversarial(place, exact=True),
-    "commit-n8": bench_steps.commit,
+    "commit-n8": bench_commit.commit,
     "build-walk": bench_steps.build_walk,
     "memory-q64": bench_steps.memory,
     "conv-n1-q64": bench_steps.conv,
@@ -50,6 +50,7 @@ MEASUREMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "verify-n4-q16": lambda place: bench_verify.verify(place, 4, 16),
     "sweep-n1": lambda place: bench_verify.sweep(place, 1),
     "sweep-n4": lambda place: bench_verify.sweep(place, 4),
+    "commit-sweep": bench_commit.commit_sweep,
 }
 
 
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("no CUDA card here: run this on a GPU host", file=sys.stderr)
         return 3
     names = [name for name in MEASUREMENTS if not options.only or name in options.only]
-    names = [name for name in names if options.sweep or not name.startswith("sweep")]
+    names = [name for name in names if options.only or options.sweep or "sweep" not in name]
     names = [name for name in names if name != "stock" or (options.stock and not options.tiny)]
     return Bench(options).run(names)
 
@@ -176,7 +177,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", choices=MEASUREMENTS, metavar="NAME", help="these measurements alone")
     add("--no-stock", dest="stock", action="store_false", help="leave SGLang's kernels out")
     add("--sglang-site", type=Path, help="folder to import SGLang from")
-    add("--sweep", action="store_true", help="time other launch configurations of the verify kernel as well")
+    add("--sweep", action="store_true", help="time other launch configurations as well")
     add("--dry-run", action="store_true", help="list the targets and stop")
     add("--tiny", action="store_true", help="rehearsal on the CPU, with TRITON_INTERPRET=1")
     add("--one", choices=MEASUREMENTS, help=argparse.SUPPRESS)

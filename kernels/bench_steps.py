@@ -1,4 +1,4 @@
-"""The benchmark's other measurements: numerics, convolution, commit, build and walk, memory."""
+"""The benchmark's other measurements: numerics, convolution, build and walk, memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from ddtree_kernels.bench_commit import commit_error
 from ddtree_kernels.bench_inputs import Inputs, random_inputs
 from ddtree_kernels.bench_timing import Place, relative_error, timed
 from ddtree_kernels.bench_verify import verify_error
@@ -48,29 +49,6 @@ def conv_error(inputs: Inputs) -> float:
     found = tree_conv(x, pool, inputs.slots, weight, None, inputs.parents)
     wide = x.double(), pool.double(), inputs.slots, weight.double()
     return relative_error(found, tree_conv_naive(*wide, None, inputs.parents))
-
-
-def commit_error(place: Place) -> float:
-    """The kernel's state after a commit, and its windows, against the reference."""
-    from ddtree_kernels.commit.naive import commit_naive
-    from ddtree_kernels.commit.triton import commit as commit_all
-
-    shape = place.shape
-    inputs = random_inputs(shape, 2, shape.block, place.device, layers=1)
-    path = torch.arange(shape.block, device=place.device).expand(2, shape.block).contiguous()
-    counts = torch.tensor([shape.block, 3], device=place.device)
-    naive_conv, naive_state = inputs.conv_pool[0].clone(), inputs.state_pool[0].clone()
-    stacked = (inputs.x, inputs.a, inputs.b, inputs.A_log, inputs.dt_bias, inputs.weight)
-    commit_all(
-        *stacked, None, inputs.conv_pool, inputs.state_pool, inputs.slots, path, counts, key_heads=shape.heads
-    )
-    commit_naive(
-        inputs.x[0], inputs.a[0], inputs.b[0], inputs.A_log[0], inputs.dt_bias[0], inputs.weight[0], None,
-        naive_conv, naive_state, inputs.slots, path, counts, key_heads=shape.heads,
-    )  # fmt: skip
-    if not torch.equal(naive_conv, inputs.conv_pool[0]):
-        raise AssertionError("committed convolution windows differ")
-    return relative_error(inputs.state_pool[0], naive_state.double())
 
 
 def build_difference(place: Place) -> float:
@@ -123,24 +101,6 @@ def conv(place: Place) -> dict[str, Any]:
         "floor_bytes": read + inputs.x.numel() * 2,
         "error": conv_error(inputs),
     }
-
-
-def commit(place: Place) -> dict[str, Any]:
-    """Every request accepts a whole block, against reading and writing all states once."""
-    from ddtree_kernels.commit.triton import commit_unchecked
-
-    shape, batch = place.shape, place.batches(8)
-    inputs = random_inputs(shape, batch, place.widths(64), place.device)
-    path = torch.arange(shape.block, device=place.device).expand(batch, shape.block).contiguous()
-    counts = torch.full((batch,), shape.block, device=place.device)
-
-    def work() -> None:
-        commit_unchecked(
-            inputs.x, inputs.a, inputs.b, inputs.A_log, inputs.dt_bias, inputs.weight, None,
-            inputs.conv_pool, inputs.state_pool, inputs.slots, path, counts, shape.heads, True, None, None,
-        )  # fmt: skip
-
-    return timed(place, work) | {"floor_bytes": 2 * batch * shape.state_bytes}
 
 
 def build_walk(place: Place) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,14 @@ class Place:
         return min(batch, 2) if self.tiny else batch
 
 
-def timed(place: Place, work: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of `work` as a CUDA graph: median and its 95 % interval; one plain call without a card."""
+def timed(place: Place, work: Callable[[], Any], restore: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """Milliseconds of `work` as a CUDA graph: median and its 95 % interval; one plain call without a card.
+
+    `restore` puts back what `work` overwrites, before every replay and not timed.
+    """
+    restore = restore or (lambda: None)
     work()
+    restore()
     if not place.on_card:
         start = time.perf_counter()
         work()
@@ -53,6 +59,7 @@ def timed(place: Place, work: Callable[[], Any]) -> dict[str, Any]:
         work()
     times = []
     for _ in range(REPEATS + 3):
+        restore()
         before, after = _event(), _event()
         before.record()
         graph.replay()
@@ -72,20 +79,28 @@ def _event() -> Any:
 
 
 def bandwidth(place: Place) -> dict[str, Any]:
-    """Bytes read and written a second by a device copy: the best of several sizes, none below 4 GiB moved."""
-    rows = []
+    """Bytes read and written a second: the best of two ways to copy and several sizes, 4 GiB moved or more.
+
+    A graph's copy node is not the fastest: a kernel on all multiprocessors can pass it.
+    """
+    from ddtree_kernels.bench_copy import copy
+
+    ways: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "copy_": lambda source, target: target.copy_(source),
+        "kernel": copy,
+    }
+    rows: list[dict[str, Any]] = []
     for moved in (4, 8, 16, 32) if place.on_card else (2**-8,):
         size = int(moved * GIB / 2)
-        source = torch.empty(size, dtype=torch.uint8, device=place.device).random_(0, 256)
+        source = torch.empty(size, dtype=torch.uint8, device=place.device).random_(0, 256).view(torch.float32)
         target = torch.empty_like(source)
-
-        def copy(source: Tensor = source, target: Tensor = target) -> None:
-            target.copy_(source)
-
-        taken = timed(place, copy)["milliseconds"]
-        rows.append({"bytes": 2 * size, "milliseconds": taken, "bytes_per_second": 2 * size / taken * 1e3})
+        for way, run in ways.items():
+            taken = timed(place, partial(run, source, target))["milliseconds"]
+            rate = 2 * size / taken * 1e3
+            rows.append({"way": way, "bytes": 2 * size, "milliseconds": taken, "bytes_per_second": rate})
         del source, target
-    return {"bytes_per_second": max(row["bytes_per_second"] for row in rows), "rows": rows}
+    best = {way: max(row["bytes_per_second"] for row in rows if row["way"] == way) for way in ways}
+    return {"bytes_per_second": max(best.values()), "by_way": best, "rows": rows}
 
 
 def environment(on_card: bool) -> dict[str, Any]:

@@ -91,62 +91,6 @@ def _tree_conv_kernel(
     tl.store(where, total.to(o.dtype.element_ty), mask=valid_nodes[:, None] & valid_channels[None, :])
 
 
-@triton.jit
-def _commit_window_kernel(
-    x,
-    pool,
-    slots,
-    path,
-    counts,
-    track_counts,
-    track_slots,
-    C,
-    N,
-    stride_xl,
-    stride_xn,
-    stride_xq,
-    stride_pool_layer,
-    stride_slot,
-    stride_pc,
-    stride_path,
-    CARRIED: tl.constexpr,
-    TRACK: tl.constexpr,
-    BC: tl.constexpr,
-    BW: tl.constexpr,
-):
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    layer = (tl.program_id(1) // N).to(tl.int64)
-    request = (tl.program_id(1) % N).to(tl.int64)
-    slot = tl.load(slots + request).to(tl.int64)
-    count = tl.load(counts + request).to(tl.int32)
-    place = tl.arange(0, BW)
-    mask = (channels < C)[:, None] & (place < CARRIED)[None, :] & (slot >= 0)
-    x += layer * stride_xl + request * stride_xn + channels[:, None]
-    pool += layer * stride_pool_layer + channels[:, None].to(tl.int64) * stride_pc + place[None, :]
-    path += request * stride_path
-    # Window after `count` rows: entry p is input p + count of the carried ones followed by the path.
-    moved = _moved_window(x, pool + slot * stride_slot, path, place, mask, count, stride_xq, CARRIED)
-    if TRACK:
-        track = tl.load(track_counts + request).to(tl.int32)
-        target = tl.load(track_slots + request).to(tl.int64)
-        keep = mask & (track >= 0) & (track <= count) & (target >= 0)
-        snapshot = _moved_window(x, pool + slot * stride_slot, path, place, keep, track, stride_xq, CARRIED)
-    tl.debug_barrier()
-    tl.store(pool + slot * stride_slot, moved, mask=mask)
-    if TRACK:
-        tl.store(pool + target * stride_slot, snapshot, mask=keep)
-
-
-@triton.jit
-def _moved_window(x, window, path, place, mask, count, stride_xq, CARRIED: tl.constexpr):
-    source = place + count
-    accepted = source >= CARRIED
-    kept = tl.load(window + count, mask=mask & (~accepted)[None, :], other=0.0)
-    row = tl.load(path + source - CARRIED, mask=accepted & (place < CARRIED), other=0).to(tl.int64)
-    new = tl.load(x + row[None, :] * stride_xq, mask=mask & accepted[None, :], other=0.0)
-    return tl.where(accepted[None, :], new.to(kept.dtype), kept)
-
-
 def tree_conv(
     x: Tensor,
     conv_pool: Tensor,
@@ -234,44 +178,3 @@ def tree_conv_unchecked(
         num_warps=4,
     )
     return out
-
-
-def commit_window_unchecked(
-    x: Tensor,
-    conv_pool: Tensor,
-    slots: Tensor,
-    path: Tensor,
-    counts: Tensor,
-    track_counts: Tensor | None,
-    track_slots: Tensor | None,
-) -> None:
-    """Move the carried inputs of all layers past the accepted rows, in place, one launch.
-
-    x [L, N, Q, C], conv_pool [L, slots, C, W-1]; the rest as `ddtree_kernels.commit.triton.commit`.
-    """
-    layers, batch, _, channels = x.shape
-    carried = conv_pool.shape[3]
-    track = track_counts is not None and track_slots is not None
-    _commit_window_kernel[(triton.cdiv(channels, BLOCK_CHANNELS), layers * batch)](
-        x,
-        conv_pool,
-        slots,
-        path,
-        counts,
-        track_counts if track else counts,
-        track_slots if track else slots,
-        channels,
-        batch,
-        x.stride(0),
-        x.stride(1),
-        x.stride(2),
-        conv_pool.stride(0),
-        conv_pool.stride(1),
-        conv_pool.stride(2),
-        path.stride(0),
-        CARRIED=carried,
-        TRACK=track,
-        BC=BLOCK_CHANNELS,
-        BW=triton.next_power_of_2(carried),
-        num_warps=4,
-    )

@@ -64,6 +64,8 @@ def commit_paths(
 ) -> None:
     """Advance all layers' pools past the accepted nodes, in place; two launches, no host synchronisation.
 
+    Once a pass: the accepted rows of the stash are overwritten with their convolution.
+
     conv_pool     [L, slots, C, W-1];  state_pool  [L, slots, HV, V, K]
     slots         int[N], negative: nothing is written
     accept_index  int[N, P], accepted rows of the pass counted through the batch (request r's node i is

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from ddtree_kernels.commit import commit_naive
-from ddtree_kernels.commit.triton import commit
+from ddtree_kernels.commit.triton import CommitConfig, commit
 from ddtree_kernels.errors import KernelInputError
+from ddtree_kernels.tree_conv import tree_conv_naive
 
 from .cases import layer, relative_error
 
@@ -25,10 +26,10 @@ def stack(cases):
     return tensors | {"slots": first.slots, "key_heads": first.key_heads}
 
 
-def run_both(cases, path, counts, **track):
+def run_both(cases, path, counts, config=None, **track):
     """(kernel's pools, naive pools): conv [L, ...] and state [L, ...] each."""
     stacked = stack(cases)
-    commit(**stacked, path=path, counts=counts, **track)
+    commit(**stacked, path=path, counts=counts, config=config or CommitConfig(), **track)
     for case in cases:
         arguments = {name: getattr(case, name) for name in STACKED}
         commit_naive(
@@ -89,6 +90,79 @@ def test_other_head_shapes(key_dim, value_dim, window):
     path = torch.arange(4).expand(2, 4).contiguous()
     options = {"width": 4, "key_dim": key_dim, "value_dim": value_dim, "window": window, "value_heads": 2}
     check(*run_both(layers(1, **options), path, torch.tensor([4, 2])))
+
+
+@pytest.mark.parametrize(("block_steps", "track"), [(1, None), (2, 4), (4, 6)])
+def test_a_path_longer_than_a_block_of_steps(block_steps, track):
+    """Blocks go backwards, because each needs inputs that the one before it will overwrite."""
+    path = torch.tensor([[6, 1, 5, 0, 4, 2, 3], [3, 6, 0, 5, 1, 2, 4]])
+    slots = (
+        {}
+        if track is None
+        else {"track_counts": torch.tensor([track, 1]), "track_slots": torch.tensor([0, 1])}
+    )
+    check(
+        *run_both(
+            layers(slots=[4, 3]), path, torch.tensor([7, 5]), CommitConfig(block_steps=block_steps), **slots
+        )
+    )
+
+
+@pytest.mark.parametrize("block_v", [2, 16, 128])
+def test_every_cut_of_a_state_gives_the_same_state(block_v):
+    path = torch.arange(7).expand(2, 7).contiguous()
+    check(*run_both(layers(1, value_dim=12), path, torch.tensor([7, 3]), CommitConfig(block_v=block_v)))
+
+
+def test_a_commit_overwrites_keys_and_values_of_its_path_and_nothing_else():
+    """Rows off the path hold NaN: reading one shows in the state."""
+    paths, counts = torch.tensor([[5, 0, 3, 6, 1], [2, 4, 6, 1, 3], [0, 1, 2, 3, 4]]), [3, 4, 5]
+    cases = layers(batch=3, width=8, slots=[2, 5, -1])
+    for case in cases:
+        for request, count in enumerate(counts):
+            off = [row for row in range(8) if row not in paths[request, :count]]
+            case.x[request, off] = torch.nan
+    found, expected = run_both(cases, paths, torch.tensor(counts))
+    check(found, expected)
+    keys = cases[0].key_heads * 16
+    for layer_, case in enumerate(cases):
+        wanted = case.x.clone()
+        fresh = layers(batch=3, width=8, slots=[2, 5, -1])[layer_].conv_pool
+        for request, count in enumerate(counts[:2]):
+            rows = paths[request, :count]
+            chain = torch.arange(count)[None] - 1
+            slot = case.slots[request : request + 1]
+            mixed = case.x[request : request + 1, rows]
+            convolved = tree_conv_naive(mixed, fresh, slot, case.weight, case.bias, chain)[0]
+            wanted[request, rows, keys:] = convolved[:, keys:]
+        torch.testing.assert_close(found["x"][layer_], wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+        untouched = torch.ones(wanted.shape, dtype=torch.bool)
+        for request, count in enumerate(counts[:2]):
+            untouched[request, paths[request, :count], keys:] = False
+        assert found["x"][layer_][untouched].view(torch.int32).equal(case.x[untouched].view(torch.int32))
+
+
+def test_nothing_accepted_changes_nothing_and_still_takes_a_snapshot():
+    cases = layers(slots=[3, 4])
+    before = stack(cases)
+    track = {"track_counts": torch.tensor([0, 2]), "track_slots": torch.tensor([1, 2])}
+    found, _ = run_both(cases, torch.full((2, 7), 10**6), torch.tensor([0, 0]), **track)
+    for name in ("conv_pool", "state_pool"):
+        wanted = before[name].clone()
+        wanted[:, 1] = wanted[:, 3]
+        assert torch.equal(found[name], wanted)
+    assert torch.equal(found["x"], before["x"])
+
+
+def test_a_snapshot_past_the_accepted_rows_is_not_taken():
+    path = torch.arange(7).expand(2, 7).contiguous()
+    track = {"track_counts": torch.tensor([4, 6]), "track_slots": torch.tensor([0, 1])}
+    cases = layers()
+    before = stack(cases)
+    found, expected = run_both(cases, path, torch.tensor([3, 5]), **track)
+    check(found, expected)
+    for name in ("conv_pool", "state_pool"):
+        assert torch.equal(found[name][:, :2], before[name][:, :2])
 
 
 def test_wrong_tensors_are_named():
