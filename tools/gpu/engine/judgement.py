@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from engine import ties
 from engine.host import Context
 from engine.servers import Server
+
+# Best tokens asked for where executions part; a token that is not among them is no near-tie.
+ASKED = 8
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
@@ -55,7 +60,7 @@ def greedy_outputs(context: Context) -> dict[str, list[list[int]]]:
 
 
 def ask_about_ties(context: Context, server: Server) -> dict[str, Any]:
-    """The reference's two best tokens after every prefix at which two executions part.
+    """The reference's best tokens after every prefix at which two executions part.
 
     `compared` names every comparison that was made, also those without a difference.
     """
@@ -69,18 +74,11 @@ def ask_about_ties(context: Context, server: Server) -> dict[str, Any]:
         if context.seconds_left() < 20:
             context.left_over.append("tie questions")
             break
-        answer = server.generate(prompt + mine[:place], 1, return_logprob=True, top_logprobs_num=2)
+        answer = server.generate(prompt + mine[:place], 1, return_logprob=True, top_logprobs_num=ASKED)
         best = answer["meta_info"]["output_top_logprobs"][0]
-        questions.append(
-            {
-                "where": where,
-                "prompt": number,
-                "place": place,
-                "tokens": [mine[place], theirs[place]],
-                "best": best,
-                "gap": best[0][0] - best[1][0],
-            }
-        )
+        tokens = [mine[place], theirs[place]]
+        found = {"where": where, "prompt": number, "place": place, "tokens": tokens, "best": best}
+        questions.append(found | {"gap": ties.gap(best, tokens)})
     return {"compared": sorted(compared), "questions": questions}
 
 
@@ -123,10 +121,10 @@ def judge(context: Context) -> None:
     lines["ties"] = {
         "questions": len(asked),
         "noise": noise,
-        "largest_gap": max((q["gap"] for q in asked), default=0),
+        "largest_gap": max((q["gap"] for q in asked if q["gap"] is not None), default=0),
     }
     if noise is not None:
-        lines["ties"]["not_near"] = [q["where"] for q in asked if q["gap"] > 2 * noise]
+        lines["ties"]["not_near"] = Counter(q["where"] for q in asked if not ties.is_near(q, noise))
     context.keep(context.judge, "figures", lines)
     print(json.dumps(lines, indent=1), flush=True)
 
@@ -153,14 +151,4 @@ def against_snapshots(wy: dict[str, Any], snapshot: dict[str, Any]) -> dict[str,
 
 
 def tie_noise(context: Context) -> float | None:
-    """Largest change of the two best tokens' distance between valid executions of one prefix."""
-    rows = [row for runs in context.results.values() for row in runs.get("ties", ())]
-    changes = []
-    for row in rows:
-        variants = [row["decode"], row["prefill"], *row["batched"]]
-        by_token = [{entry[1]: entry[0] for entry in variant} for variant in variants]
-        tokens = set.intersection(*(set(values) for values in by_token))
-        for token in tokens:
-            values = [entry[token] for entry in by_token]
-            changes.append(max(values) - min(values))
-    return max(changes) if changes else None
+    return ties.noise(row for runs in context.results.values() for row in runs.get("ties", ()))

@@ -17,6 +17,9 @@ from typing import Any
 from engine.host import Context
 from engine.servers import Server
 
+# Of the plan's time, what ties leave to the rest.
+TIES_SECONDS = 120
+
 
 def greedy(context: Context, server: Server) -> Any:
     """Every prompt alone, at T=0."""
@@ -40,21 +43,48 @@ def greedy(context: Context, server: Server) -> Any:
 
 
 def ties(context: Context, server: Server) -> Any:
-    """Valid executions of one prefix: decode's log-probabilities, prefill's, and a batch of four's."""
+    """Valid executions of one prefix: decode alone and eight at once, prefill alone and four at once.
+
+    One row a place of the text; prefills are asked for at every seventh.
+    """
+    top = {"return_logprob": True, "top_logprobs_num": 5}
     rows = []
-    for ids in context.prompts[:8]:
-        top = {"return_logprob": True, "top_logprobs_num": 2}
-        answer = server.generate(ids, 64, **top)
-        decoded = answer["meta_info"]["output_top_logprobs"]
-        output = answer["output_ids"]
-        for place in range(1, 64, 7):
-            prefix = ids + output[:place]
-            alone = server.generate(prefix, 1, **top)["meta_info"]["output_top_logprobs"][0]
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                jobs = [pool.submit(server.generate, prefix, 1, **top) for _ in range(4)]
-                together = [job.result()["meta_info"]["output_top_logprobs"][0] for job in jobs]
-            rows.append({"decode": decoded[place], "prefill": alone, "batched": together})
+    for first in range(0, len(context.prompts), 8):
+        if first and context.seconds_left() < TIES_SECONDS:
+            context.left_over.append(f"{server.name}.ties from prompt {first}")
+            break
+        prompts = context.prompts[first : first + 8]
+        alone = [server.generate(ids, 64, **top) for ids in prompts]
+        together = at_once(lambda ids: server.generate(ids, 64, **top), prompts)
+        for ids, one, other in zip(prompts, alone, together, strict=True):
+            rows += tie_rows(one, other)
+            if first:
+                continue
+            for place in range(1, 64, 7):
+                prefix = ids + one["output_ids"][:place]
+                prefills = [server.generate(prefix, 1, **top)]
+                prefills += at_once(lambda ids: server.generate(ids, 1, **top), [prefix] * 4)
+                found = [answer["meta_info"]["output_top_logprobs"][0] for answer in prefills]
+                rows[place - 64] |= {"prefill": found[0], "batched": found[1:]}
     return rows
+
+
+def tie_rows(alone: dict[str, Any], together: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a token of `alone`; `together` counts as long as its text is the same."""
+    rows = []
+    same = True
+    for place, best in enumerate(alone["meta_info"]["output_top_logprobs"]):
+        row = {"decode": best}
+        if same:
+            row["together"] = together["meta_info"]["output_top_logprobs"][place]
+        rows.append(row)
+        same = same and alone["output_ids"][place] == together["output_ids"][place]
+    return rows
+
+
+def at_once(ask: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(ask, values))
 
 
 def info(context: Context, server: Server) -> Any:
