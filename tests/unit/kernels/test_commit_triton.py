@@ -114,6 +114,15 @@ def test_every_cut_of_a_state_gives_the_same_state(block_v):
     check(*run_both(layers(1, value_dim=12), path, torch.tensor([7, 3]), CommitConfig(block_v=block_v)))
 
 
+@pytest.mark.parametrize("decay", [None, -4.0, -200.0])
+def test_decays_kept_beside_a_state_lose_nothing(decay):
+    """From hardly any decay, over what fits between two multiplications, to states that vanish in a step."""
+    path = torch.tensor([[0, 2, 3, 6, 1, 4, 5], list(range(7))])
+    track = {"track_counts": torch.tensor([3, 5]), "track_slots": torch.tensor([0, 1])}
+    cases = layers(1, decay=decay)
+    check(*run_both(cases, path, torch.tensor([7, 5]), CommitConfig(aside=True), **track))
+
+
 def test_a_commit_overwrites_keys_and_values_of_its_path_and_nothing_else():
     """Rows off the path hold NaN: reading one shows in the state."""
     paths, counts = torch.tensor([[5, 0, 3, 6, 1], [2, 4, 6, 1, 3], [0, 1, 2, 3, 4]]), [3, 4, 5]
