@@ -53,10 +53,12 @@ sglang.srt.managers.overlap_utils:FutureMap
 sglang.srt.managers.utils:GenerationBatchResult
 sglang.srt.managers.scheduler:Scheduler.maybe_init_draft_worker
 sglang.srt.managers.scheduler:Scheduler.init_model_worker
+sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._resolve_spec_v2_tokens
 sglang.srt.managers.scheduler_components.internal_state:SchedulerInternalStateController._add_speculative
 sglang.srt.mem_cache.allocation_sizing:get_alloc_len_per_decode
 sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len
 sglang.srt.mem_cache.kv_loc_plan:KVLocPlan
+sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.bind_and_verify_backends
 sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan_uniform_extend
 sglang.srt.mem_cache.memory_pool:conv_window_dedup_enabled
 sglang.srt.mem_cache.memory_pool:MambaPool
@@ -66,8 +68,11 @@ sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater._
 sglang.srt.configs.mamba_utils:Mamba2StateShape
 sglang.srt.layers.radix_linear_attention:RadixLinearAttention
 sglang.srt.runtime_context:mamba_track_grid
+sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.__init__
+sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.can_run_graph
 sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.get_spec_info
 sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.load_batch
+sglang.srt.model_executor.model_runner:ModelRunner._get_attention_backend
 sglang.srt.model_executor.forward_batch_info:ForwardBatch
 sglang.srt.layers.attention.verify_mask:VerifyMask
 sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase

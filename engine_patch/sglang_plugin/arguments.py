@@ -186,7 +186,9 @@ def _block(view: ServerArguments, around: Surroundings) -> int:
 
 def _width(view: ServerArguments, config: Config) -> int:
     found = view.speculative_num_draft_tokens
-    wanted = None if config.budget is None else config.budget + 1
+    if config.widths:
+        return _widest(found, config)
+    wanted = config.budget + 1 if isinstance(config.budget, int) else None
     if found is None and wanted is None:
         raise ArgumentError(
             "--speculative-num-draft-tokens: missing, allowed is the number of tree nodes with the root, "
@@ -201,6 +203,16 @@ def _width(view: ServerArguments, config: Config) -> int:
     if not 2 <= width <= MAX_WIDTH:
         raise ArgumentError(f"--speculative-num-draft-tokens: found {width}, allowed is 2..{MAX_WIDTH}")
     return width
+
+
+def _widest(found: int | None, config: Config) -> int:
+    widest = config.widths[-1]
+    if found not in (None, widest):
+        raise ArgumentError(
+            f"--speculative-num-draft-tokens: found {found}, allowed is {widest}, the largest of "
+            f'"widths" in {VARIABLE}, or nothing'
+        )
+    return widest
 
 
 def _check_track_interval(view: ServerArguments, width: int) -> None:

@@ -6,6 +6,8 @@
 |---|---|---|
 | mode | tree, shadow, unsafe | tree |
 | budget | 1..127, nodes without the root | --speculative-num-draft-tokens - 1; 63 in shadow mode |
+| widths | ascending widths Q, the last one --speculative-num-draft-tokens; mode tree only | null: one width |
+| costs | path of a table of step seconds; needed by budget "auto", with widths only | null |
 | topk | 1..32 candidates per position | 16 |
 | builder | best-first, spine-first, calibrated | best-first |
 | calibration | path of a calibration file; needed by, and only with, calibrated | null |
@@ -15,6 +17,9 @@
 | step_log | folder for one JSON line a step; slows serving, for tests | null |
 | self_check | 0..1000 random trees checked at start-up | 2 |
 | allow_hybrid_unsafe | true, false: the switch that mode unsafe needs | false |
+
+With `widths` every one of them is captured at start, and `budget` (one of theirs, or "auto") is what a batch
+runs at when none of its requests asks for another with `custom_params.ddtree_budget`.
 
 Server arguments hold the rest: `--speculative-num-draft-tokens` is Q (nodes with the root),
 `--speculative-dflash-block-size` is F (the drafter's block).
@@ -28,17 +33,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ddtree_engine.sglang_plugin.errors import ConfigError
 from ddtree_engine.tree.build import Builder
 from ddtree_engine.tree.calibration import Calibration, load_calibration
 from ddtree_engine.tree.errors import TreeInputError
+from ddtree_engine.tree.policy import StepCosts, load_costs
 
 VARIABLE = "SGLANG_DDTREE_CONFIG"
 MAX_WIDTH = 128
 MAX_TOPK = 32
 DEFAULT_SHADOW_BUDGET = 63
+AUTO: Literal["auto"] = "auto"
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -74,7 +81,9 @@ class Config:
     """A validated `SGLANG_DDTREE_CONFIG`; see the module's table."""
 
     mode: Mode = Mode.TREE
-    budget: int | None = None
+    budget: int | Literal["auto"] | None = None
+    widths: tuple[int, ...] = ()
+    costs: StepCosts | None = None
     topk: int = 16
     builder: Builder = Builder.BEST_FIRST
     calibration: Calibration | None = None
@@ -93,7 +102,12 @@ class Config:
     @property
     def shadow_budget(self) -> int:
         """Nodes without the root of the tree that shadow mode scores."""
-        return DEFAULT_SHADOW_BUDGET if self.budget is None else self.budget
+        return self.budget if isinstance(self.budget, int) else DEFAULT_SHADOW_BUDGET
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Budgets that a request may ask for, ascending; empty where the tree is fixed at start."""
+        return tuple(width - 1 for width in self.widths)
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> Config:
@@ -120,9 +134,12 @@ def parse_config(text: str) -> Config:
     assert topk is not None
     self_check = _integer(data, "self_check", 0, 1000, 2)
     assert self_check is not None
+    widths = _widths(data, mode)
     config = Config(
         mode=mode,
-        budget=_integer(data, "budget", 1, MAX_WIDTH - 1, None),
+        budget=_budget(data, widths),
+        widths=widths,
+        costs=_costs(data, widths),
         topk=topk,
         builder=builder,
         calibration=_calibration(data, builder, topk),
@@ -161,6 +178,55 @@ def _integer(data: dict[str, Any], key: str, least: int, most: int, default: int
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
         raise _wrong(key, found, f"a whole number in {least}..{most}")
     return found
+
+
+def _widths(data: dict[str, Any], mode: Mode) -> tuple[int, ...]:
+    found = data.get("widths")
+    if found is None:
+        return ()
+    if mode is not Mode.TREE:
+        raise _wrong("widths", found, f"null in mode {mode}: several widths are for mode tree")
+    allowed = f"two or more whole numbers in 2..{MAX_WIDTH}, ascending, each once"
+    if not isinstance(found, list) or len(found) < 2:
+        raise _wrong("widths", found, allowed)
+    if not all(type(width) is int and 2 <= width <= MAX_WIDTH for width in found):
+        raise _wrong("widths", found, allowed)
+    if found != sorted(set(found)):
+        raise _wrong("widths", found, allowed)
+    return tuple(found)
+
+
+def _budget(data: dict[str, Any], widths: tuple[int, ...]) -> int | Literal["auto"] | None:
+    found = data.get("budget")
+    if not widths:
+        if found == AUTO:
+            raise _wrong("budget", found, 'a number, or auto with several widths in "widths"')
+        return _integer(data, "budget", 1, MAX_WIDTH - 1, None)
+    if found == AUTO:
+        return AUTO
+    budgets = [width - 1 for width in widths]
+    if found is not None and (type(found) is not int or found not in budgets):
+        named = ", ".join(map(str, budgets))
+        raise _wrong("budget", found, f"one of {named} (the widths, less the root), auto or null")
+    return found
+
+
+def _costs(data: dict[str, Any], widths: tuple[int, ...]) -> StepCosts | None:
+    path = _path(data, "costs")
+    if path is None:
+        if data.get("budget") == AUTO:
+            raise _wrong("costs", None, "the path of a table of step seconds with budget auto")
+        return None
+    if not widths:
+        raise _wrong("costs", str(path), "null without widths")
+    try:
+        costs = load_costs(path)
+    except TreeInputError as error:
+        raise ConfigError(f"{VARIABLE}: costs: {error}") from error
+    missing = [width for width in widths if width not in costs.table]
+    if missing:
+        raise _wrong("costs", str(path), f"a table with seconds for every width; it has none for {missing}")
+    return costs
 
 
 def _boolean(data: dict[str, Any], key: str, default: bool) -> bool:

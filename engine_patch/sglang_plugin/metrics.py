@@ -143,6 +143,15 @@ class HostTap:
             event.record()
         self._queue.append((label, host, event))
 
+    def take(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The oldest, waited for; None when nothing is on its way."""
+        if not self._queue:
+            return None
+        label, tensors, event = self._queue.popleft()
+        if event is not None:
+            event.synchronize()
+        return label, tensors
+
     def arrived(self) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
         """What has arrived, oldest first; never waits."""
         while self._queue and (self._queue[0][2] is None or self._queue[0][2].query()):

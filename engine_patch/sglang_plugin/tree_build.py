@@ -44,6 +44,11 @@ class TreeBatch:
     ranks: Tensor
     scores: Tensor
 
+    def first(self, width: int) -> TreeBatch:
+        """The first nodes, views: the trees of a smaller budget, since no builder's order depends on it."""
+        kept = (self.tokens, self.parents, self.depths, self.ranks, self.scores)
+        return TreeBatch(*(tensor[:, :width] for tensor in kept))
+
 
 class TreeBuilder:
     """Builds trees of `budget` nodes below the root from `block` - 1 positions x `topk` candidates."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from ddtree_engine.sglang_plugin import self_check
 from ddtree_engine.sglang_plugin.config import BuildKernel, Config, Mode, StateStore, load_config
-from ddtree_engine.sglang_plugin.describe import Prometheus, facts
+from ddtree_engine.sglang_plugin.describe import Prometheus, WidthSeries, facts
 from ddtree_engine.sglang_plugin.draft_sampler import Head, ShadowDraftSampler, TreeDraftSampler
 from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.inputs import DDTreeVerifyInput, draft_input
@@ -25,6 +25,7 @@ from ddtree_engine.sglang_plugin.metrics import StageTimes, StepCounters, StepOu
 from ddtree_engine.sglang_plugin.names import MARKER
 from ddtree_engine.sglang_plugin.tree_build import KernelTreeBuilder, TreeBatch, TreeBuilder, encode
 from ddtree_engine.sglang_plugin.watch import Watch
+from ddtree_engine.sglang_plugin.widths import WidthChooser, Widths
 from ddtree_engine.sglang_plugin.wy import hooks as wy
 from ddtree_engine.sglang_plugin.wy import self_check as wy_self_check
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -72,13 +73,22 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self._seats: dict[str, Any] = facts(self.config, width=self.verify_width, block=self.block_width)
         self.counters = StepCounters(self.depth, self.device)
         self.times = StageTimes(self.config.metrics and str(self.device).startswith("cuda"))
+        # With several widths: `verify_width` and `times` are those of the step in the works.
+        self.widths: Widths | None = None
+        self.chooser: WidthChooser | None = None
+        if self.config.widths:
+            self.widths = Widths(self, self.config.widths, self.times)
+            self.chooser = WidthChooser(self.config)
         self._prometheus: Prometheus | None = None
+        self._width_series: WidthSeries | None = None
         first_rank = get_parallel().tp_rank == 0
         self.watch = Watch(self.config, self._shadow_positions(), first_rank)
         if first_rank and self.config.metrics and getattr(server_args, "enable_metrics", False):
             self._prometheus = Prometheus(
                 {"mode": str(self.config.mode), "budget": str(self._seats["budget"])}
             )
+            if self.config.widths:
+                self._width_series = WidthSeries(self.config.widths)
         if first_rank:
             logger.info("%s: worker ready: %s", MARKER, json.dumps(self._seats))
             if self.config.mode is Mode.UNSAFE:
@@ -131,8 +141,11 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         """The drafter's backend, built for F; then what the target's has to look like for a tree."""
         with self._drafter_world():
             super().init_attention_backends()
-        if not self.config.verifies_tree:
-            return
+        if self.config.verifies_tree:
+            self.prepare_recurrent_layers()
+
+    def prepare_recurrent_layers(self) -> None:
+        """Check the target's attention backend for trees; in mode unsafe, take the tree from it."""
         linear = self._linear_backend()
         if linear is None:
             return
@@ -162,10 +175,12 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         return getattr(self.model_runner.attn_backend, "linear_attn_backend", None)
 
     def init_cuda_graphs(self) -> None:
-        """Build the candidate sampler, then the drafter's graphs around it."""
+        """Build the candidate sampler, the drafter's graphs around it, and what narrower widths need."""
         self._tree_sampler = self._new_tree_sampler()
         with self._drafter_world():
             super().init_cuda_graphs()
+        if self.widths is not None:
+            self.widths.capture()
 
     def _new_tree_sampler(self) -> TreeDraftSampler:
         head = getattr(self.model_runner.model, "lm_head", None)
@@ -221,14 +236,28 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         if not self.config.verifies_tree:
             return super().prewarm_sampling()
         result = self.model_runner.prewarm_sampling()
-        wy.warm_up(self.model_runner, self.depth, int(self.model_runner.max_running_requests or 1))
-        if self.config.self_check and self.config.mode is Mode.TREE:
-            self.self_check_report = self_check.run(self, trees=self.config.self_check)
-            if wy.recurrent_of(self.model_runner) is not None and "skipped" not in self.self_check_report:
-                self.self_check_report["commit"] = wy_self_check.run(self, trees=self.config.self_check)
+        self.self_check_report = self._warm_up_and_check()
+        narrower: dict[str, Any] = {}
+        for width in self.config.widths[:-1]:
+            assert self.widths is not None
+            with self.widths.at(width):
+                narrower[str(width)] = self._warm_up_and_check()
+        if self.self_check_report is not None:
+            if narrower:
+                self.self_check_report["narrower"] = narrower
             if get_parallel().tp_rank == 0:
                 logger.info("%s: self-check: %s", MARKER, json.dumps(self.self_check_report))
         return result
+
+    def _warm_up_and_check(self) -> dict[str, Any] | None:
+        """For the present width: compile what is not in its graphs; the self-check's report, if asked for."""
+        wy.warm_up(self.model_runner, self.depth, int(self.model_runner.max_running_requests or 1))
+        if not self.config.self_check or self.config.mode is not Mode.TREE:
+            return None
+        report = self_check.run(self, trees=self.config.self_check)
+        if wy.recurrent_of(self.model_runner) is not None and "skipped" not in report:
+            report["commit"] = wy_self_check.run(self, trees=self.config.self_check)
+        return report
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -254,7 +283,10 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
                 grammar_barrier=grammar_barrier,
                 pp_proxy_tensors=pp_proxy_tensors,
             )
-        return self._decode(batch, on_publish, grammar_barrier)
+        if self.widths is None or self.chooser is None:
+            return self._decode(batch, on_publish, grammar_barrier)
+        with self.widths.at(self.chooser.choose(batch.reqs)):
+            return self._decode(batch, on_publish, grammar_barrier)
 
     def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         # Published by the step before, perhaps on another stream.
@@ -265,6 +297,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self.times.mark("start")
         host_lens = self._host_lens(batch)
         tree = self._draft(batch, host_lens)
+        if tree.tokens.shape[1] > self.verify_width:
+            tree = tree.first(self.verify_width)
         self.times.mark("draft")
 
         verify_input, plan = self.verify_input(batch, tree, host_lens)
@@ -459,7 +493,7 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
     # -- what the steps did -------------------------------------------------------------------------------
 
     def _count(self, batch: Any, tree: TreeBatch, result: Any) -> None:
-        if not self.config.metrics and self.config.step_log is None:
+        if not self.config.metrics and self.config.step_log is None and self.chooser is None:
             return
         assert self._tree_sampler is not None
         requests = len(batch.reqs)
@@ -472,6 +506,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
             bonus=result.next_draft_input.bonus_tokens.long(),
             parents_seen=self.parents_seen(requests),
         )
+        if self.chooser is not None:
+            self.chooser.note(self.verify_width, outcome)
         # The host reads one number per request and step from here: it becomes `spec_cap_length` in meta_info.
         result.cap_lens = self.counters.add(outcome)
         if self.counters.steps % COPY_EVERY == 0:
@@ -522,8 +558,12 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         """Called when a step's result has reached the host."""
         super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size)
         self.watch.drain()
+        if self.chooser is not None:
+            self.chooser.processed()
         if self._prometheus is not None:
             self._prometheus.update(self.counters.read())
+        if self._width_series is not None and self.chooser is not None:
+            self._width_series.update(self.chooser.read())
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Called when a request has ended."""
@@ -536,6 +576,10 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         if self.config.verifies_tree:
             self.counters.start_copy()
             described |= self.counters.read() | self.times.read()
+            if self.widths is not None and self.chooser is not None:
+                described |= self.chooser.read()
+                for width, times in self.widths.times.items():
+                    described["by_width"][str(width)] |= times.read()
         else:
             described |= self.watch.read()
         described["state_scratch_bytes"] = wy.scratch_bytes(self.model_runner)

@@ -7,15 +7,15 @@ snapshots and with a stash, their bytes in SGLang's own plan, verify passes on o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.names import MARKER
 from ddtree_engine.sglang_plugin.wy import commit, verify
-from ddtree_engine.sglang_plugin.wy.stash import Layout, Stash, allocate, layout_of
+from ddtree_engine.sglang_plugin.wy.stash import Layout, Stash, allocate, layout_of, narrow
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,15 @@ class Recurrent:
     """A pool's stash, and the layers that filled it.
 
     A layer is known from its first verify pass on, which is a warm-up: before any commit.
+
+    stash     of the width that is being verified, which is the widest unless a step has set another
+    narrower  width -> the stash of a narrower pass, in the same memory
     """
 
-    def __init__(self, stash: Stash) -> None:
+    def __init__(self, stash: Stash, narrower: Iterable[int] = ()) -> None:
         self.stash = stash
+        self.narrower = {width: narrow(stash, width) for width in narrower}
+        self.bytes = stash.bytes + sum(one.layout.shared_bytes for one in self.narrower.values())
         self.layers: dict[int, Any] = {}
         self._stacked: commit.Stacked | None = None
         self._epoch = -1
@@ -106,14 +111,14 @@ def pool_with_stash(original: Original, pool: Any, **arguments: Any) -> None:
         running=arguments["spec_state_size"],
         width=width,
     )
-    pool.ddtree = Recurrent(allocate(layout, arguments["device"]))
-    pool.mem_usage += pool.ddtree.stash.bytes / GIB
+    pool.ddtree = Recurrent(allocate(layout, arguments["device"]), _narrower(width))
+    pool.mem_usage += pool.ddtree.bytes / GIB
     logger.info(
         "%s: state wy: stash of %d rows x %d nodes: %.2f GiB; states of the nodes would take %.2f GiB",
         MARKER,
         layout.rows,
         width,
-        pool.ddtree.stash.bytes / GIB,
+        pool.ddtree.bytes / GIB,
         layout.rows * width * arguments["cache_params"].mamba_cache_per_req / GIB,
     )
 
@@ -132,9 +137,11 @@ def budget_with_stash(original: Original, configurator: Any, total_rest_memory: 
         running=max(1, int(get_schedule().max_running_requests)),
         width=int(spec.speculative_num_draft_tokens),
     )
+    taken = layout.total_bytes
+    taken += sum(replace(layout, width=width).shared_bytes for width in _narrower(layout.width))
     # Its reserve is this number of states a request: with none it plans the states themselves only.
     with spec.override(speculative_num_draft_tokens=0):
-        return float(original(configurator, total_rest_memory - layout.total_bytes / GIB))
+        return float(original(configurator, total_rest_memory - taken / GIB))
 
 
 def verify_layer(
@@ -224,7 +231,7 @@ def scratch_bytes(runner: Any) -> int:
     """Bytes of what this rank keeps for a verify pass's recurrent layers: the stash, or the snapshots."""
     recurrent = recurrent_of(runner)
     if recurrent is not None:
-        return recurrent.stash.bytes
+        return recurrent.bytes
     cache = getattr(getattr(runner.req_to_token_pool, "mamba_pool", None), "mamba_cache", None)
     states = getattr(cache, "intermediate_ssm", None)
     windows = getattr(cache, "intermediate_conv_window", None) or []
@@ -265,6 +272,13 @@ def _serving() -> bool:
         and config.verifies_tree
         and is_ours(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm))
     )
+
+
+def _narrower(width: int) -> list[int]:
+    """Widths that are verified besides the widest."""
+    from ddtree_engine.sglang_plugin.config import load_config
+
+    return [one for one in load_config().widths if one < width]
 
 
 def _layout(params: Any, *, layers: int, running: int, width: int) -> Layout:

@@ -6,7 +6,9 @@ addresses. Rows are rows of the batch, as in the pass itself, so one pass's stas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from ddtree_kernels.tree_gdn.triton import MAX_HEAD_DIM, Scratch, block_rows
@@ -145,6 +147,32 @@ class Stash:
 
 def allocate(layout: Layout, device: torch.device | str) -> Stash:
     """Buffers for this layout. What a pass may read before anything wrote it holds zeros."""
+    rows, width, heads = layout.rows, layout.width, layout.value_heads
+
+    def kept(last: int) -> Tensor:
+        return torch.zeros(layout.layers, rows, width, last, dtype=layout.dtype, device=device)
+
+    x, a, b = kept(layout.channels), kept(heads), kept(heads)
+    return Stash(layout=layout, x=x, a=a, b=b, **_of_a_pass(layout, device))
+
+
+def narrow(stash: Stash, width: int) -> Stash:
+    """A stash of fewer nodes a request, in the same memory: of the two only the last pass's holds.
+
+    What the layers of a pass share is its own, so that zeros stay zeros: `shared_bytes` of its layout.
+    """
+    layout = replace(stash.layout, width=width)
+    x, a, b = (_front(tensor, width) for tensor in (stash.x, stash.a, stash.b))
+    return Stash(layout=layout, x=x, a=a, b=b, **_of_a_pass(layout, stash.x.device))
+
+
+def _front(tensor: Tensor, width: int) -> Tensor:
+    """The start of a dense [L, R, Q, last] as a dense [L, R, width, last]."""
+    shape = (*tensor.shape[:2], width, tensor.shape[3])
+    return tensor.view(-1)[: math.prod(shape)].view(shape)
+
+
+def _of_a_pass(layout: Layout, device: torch.device | str) -> dict[str, Any]:
     rows, width, channels = layout.rows, layout.width, layout.channels
     block = block_rows(width)
     padded = -(-width // block) * block
@@ -156,15 +184,11 @@ def allocate(layout: Layout, device: torch.device | str) -> Stash:
     def floats(*shape: int) -> Tensor:
         return buffer(rows, heads, *shape, dtype=torch.float32)
 
-    return Stash(
-        layout=layout,
-        x=buffer(layout.layers, rows, width, channels, dtype=layout.dtype),
-        a=buffer(layout.layers, rows, width, heads, dtype=layout.dtype),
-        b=buffer(layout.layers, rows, width, heads, dtype=layout.dtype),
-        parents=buffer(rows, width, dtype=torch.int32),
-        bits=buffer(rows, width, -(-width // WORD), dtype=torch.int32),
-        convolved=buffer(rows, width, channels, dtype=layout.dtype),
-        scratch=Scratch(
+    return {
+        "parents": buffer(rows, width, dtype=torch.int32),
+        "bits": buffer(rows, width, -(-width // WORD), dtype=torch.int32),
+        "convolved": buffer(rows, width, channels, dtype=layout.dtype),
+        "scratch": Scratch(
             floats(width, padded), floats(width, layout.key_dim), floats(padded, block), floats(4, padded)
         ),
-    )
+    }

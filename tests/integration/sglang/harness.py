@@ -197,7 +197,7 @@ def make_worker(runner, recorded, logits, width, builder=Builder.BEST_FIRST, top
     worker.draft_model_runner = SimpleNamespace(forward=draft, kv_index_translator=runner.kv_index_translator)
     worker.draft_parallel_layout = worker._draft_sampler = worker._draft_block_spec_info = None
     worker._mask_token_id, worker._noise_embed_scale = VOCABULARY - 1, 1.0
-    worker._block_ids = worker._positions = None
+    worker._block_ids = worker._positions = worker.widths = worker.chooser = None
     tree_builder = TreeBuilder(BLOCK, topk, width - 1, builder, None, "cpu")
     worker._tree_sampler = TreeDraftSampler(
         Head(torch.eye(VOCABULARY), VOCABULARY, 0), tree_builder, BLOCK, requests

@@ -263,3 +263,89 @@ def test_a_step_reserves_for_the_wider_of_tree_and_block_and_counts_penalties(
     worker._make_next_draft_input_prefill(**handed).prepare_for_decode(batch)
     assert (seen, counted) == ([reserved], [True])
     assert get_spec().speculative_num_draft_tokens == width
+
+
+WIDTHS = [16, 32, 64]
+
+
+@pytest.fixture
+def several(build):
+    """A worker of several widths whose target gives out attention backends with this topk."""
+
+    def construct(topk=2):
+        worker, seen = build({"mode": "tree", "topk": 4, "widths": WIDTHS})
+        runner = worker.model_runner
+
+        def backend(init_new_workspace):
+            return SimpleNamespace(linear_attn_backend=SimpleNamespace(topk=topk))
+
+        runner._get_attention_backend = backend
+        runner.init_new_workspace, runner.eager_runner, runner.decode_cuda_graph_runner = False, None, None
+        runner.kv_index_translator = SimpleNamespace(bind_and_verify_backends=lambda backends: None)
+        runner.prewarm_sampling = lambda: "warm"
+        return worker, seen
+
+    return construct
+
+
+def test_every_width_gets_a_backend_and_the_drafter_stays_one(several):
+    worker, seen = several()
+    worker.init_attention_backends()
+    widest = worker.model_runner.attn_backend
+    worker.init_cuda_graphs()
+    assert seen.widths == dict.fromkeys(("weights", "attention", "graphs"), (16, 1))
+    assert list(worker.widths._captured) == [16, 32]
+    backends = {id(one.backend) for one in worker.widths._captured.values()} | {id(widest)}
+    assert len(backends) == 3
+    assert worker.model_runner.attn_backend is widest
+    assert worker._tree_sampler.builder.width == 64
+
+
+def test_a_topk_that_a_narrow_width_lost_stops_the_server(several):
+    worker, _ = several(topk=1)
+    with pytest.raises(ArgumentError, match="found topk 1"):
+        worker.init_cuda_graphs()
+
+
+def test_every_width_is_checked_before_the_first_request(several, monkeypatch):
+    from ddtree_engine.sglang_plugin import worker as worker_module
+    from sglang.srt.runtime_context import get_spec
+
+    worker, _ = several()
+    worker.init_cuda_graphs()
+    checked, warmed = [], []
+
+    def check(one, trees):
+        assert get_spec().speculative_num_draft_tokens == one.verify_width
+        checked.append((one.verify_width, one.depth, trees))
+        return {"nodes": one.verify_width}
+
+    monkeypatch.setattr(worker_module.self_check, "run", check)
+    monkeypatch.setattr(worker_module.wy, "warm_up", lambda runner, depth, most: warmed.append((depth, most)))
+    assert worker.prewarm_sampling() == "warm"
+    assert checked == [(64, 16, 2), (16, 16, 2), (32, 16, 2)]
+    assert warmed == [(16, 4)] * 3
+    narrower = {"16": {"nodes": 16}, "32": {"nodes": 32}}
+    assert worker.self_check_report == {"nodes": 64, "narrower": narrower}
+    assert worker.verify_width == 64
+
+
+def test_what_several_widths_did_is_described(several):
+    worker, _ = several()
+    worker.on_verify_complete_cpu([1, 2], batch_size=2)
+    described = worker.describe()
+    assert (described["width"], described["widths"], described["budgets"]) == (64, WIDTHS, [15, 31, 63])
+    assert described["by_width"]["16"] == {
+        "steps": 0,
+        "requests": 0,
+        "sampled_steps": 0,
+        "stage_seconds": {},
+    }
+    json.dumps(described)
+
+
+def test_one_width_is_served_without_any_of_it(build):
+    worker, _ = build(*TREE)
+    assert worker.widths is None
+    assert worker.chooser is None
+    assert not {"widths", "budgets", "by_width", "last_width"} & worker.describe().keys()

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from ddtree_engine.sglang_plugin.config import VARIABLE, Mode, load_config, parse_config
+from ddtree_engine.sglang_plugin.config import AUTO, VARIABLE, Mode, load_config, parse_config
 from ddtree_engine.sglang_plugin.errors import ConfigError
 from ddtree_engine.tree.build import Builder
 
@@ -69,6 +69,23 @@ def test_every_key_is_read(tmp_path):
         ),
         ('{"build_kernel": "cuda"}', 'build_kernel: found "cuda", allowed is one of triton, torch'),
         ('{"self_check": -1}', "self_check: found -1"),
+        ('{"widths": 16}', r"widths: found 16, allowed is two or more whole numbers in 2\.\.128, ascending"),
+        ('{"widths": [16]}', r"widths: found \[16\], allowed is two or more"),
+        ('{"widths": [32, 16]}', r"widths: found \[32, 16\], allowed is .* ascending, each once"),
+        ('{"widths": [16, 16]}', "each once"),
+        ('{"widths": [1, 16]}', r"widths: found \[1, 16\]"),
+        ('{"widths": [16, 129]}', r"widths: found \[16, 129\]"),
+        ('{"widths": [true, 16]}', "widths: found"),
+        ('{"widths": [16, 32], "mode": "shadow"}', "widths: found .*allowed is null in mode shadow"),
+        (
+            '{"widths": [16, 32], "budget": 16}',
+            r"budget: found 16, allowed is one of 15, 31 \(the widths, less",
+        ),
+        ('{"widths": [16, 32], "budget": "auto"}', "costs: found null, allowed is the path of a table"),
+        ('{"widths": [16, 32], "budget": "fast"}', 'budget: found "fast"'),
+        ('{"budget": "auto"}', 'budget: found "auto", allowed is a number, or auto with several widths'),
+        ('{"costs": "x.json"}', 'costs: found "x.json", allowed is null without widths'),
+        ('{"widths": [16, 32], "costs": "/nowhere.json"}', "costs: /nowhere.json: cannot be read"),
         ('{"mode": "unsafe"}', "allow_hybrid_unsafe"),
     ],
 )
@@ -82,3 +99,22 @@ def test_shadow_scores_a_tree_of_its_own():
     assert parse_config('{"mode": "shadow"}').shadow_budget == 63
     assert parse_config('{"mode": "shadow", "budget": 7}').shadow_budget == 7
     assert not parse_config('{"mode": "shadow"}').verifies_tree
+
+
+def test_several_widths_their_default_and_their_costs(tmp_path):
+    config = parse_config('{"widths": [16, 32, 64]}')
+    assert (config.widths, config.budgets, config.budget) == ((16, 32, 64), (15, 31, 63), None)
+    assert parse_config('{"widths": [16, 32], "budget": 15}').budget == 15
+    path = tmp_path / "costs.json"
+    rows = {"16": {"1": 0.01}, "32": {"1": 0.02}}
+    path.write_text(json.dumps({"schema": 1, "kind": "ddtree-step-costs", "seconds": rows}))
+    auto = parse_config(json.dumps({"widths": [16, 32], "budget": "auto", "costs": str(path)}))
+    assert auto.budget == AUTO
+    assert auto.costs is not None
+    assert auto.costs.seconds(32, 1) == 0.02
+    with pytest.raises(ConfigError, match=r"costs: found .*it has none for \[64\]"):
+        parse_config(json.dumps({"widths": [16, 64], "costs": str(path)}))
+
+
+def test_one_width_has_no_budgets_to_choose_from():
+    assert parse_config('{"budget": 31}').budgets == ()
