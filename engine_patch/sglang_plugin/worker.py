@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from ddtree_engine.sglang_plugin import self_check
+from ddtree_engine.sglang_plugin.chooser import WidthChooser
 from ddtree_engine.sglang_plugin.config import BuildKernel, Config, Mode, StateStore, load_config
 from ddtree_engine.sglang_plugin.describe import Prometheus, WidthSeries, facts
 from ddtree_engine.sglang_plugin.draft_sampler import Head, ShadowDraftSampler, TreeDraftSampler
@@ -25,7 +26,7 @@ from ddtree_engine.sglang_plugin.metrics import StageTimes, StepCounters, StepOu
 from ddtree_engine.sglang_plugin.names import MARKER
 from ddtree_engine.sglang_plugin.tree_build import KernelTreeBuilder, TreeBatch, TreeBuilder, encode
 from ddtree_engine.sglang_plugin.watch import Watch
-from ddtree_engine.sglang_plugin.widths import WidthChooser, Widths
+from ddtree_engine.sglang_plugin.widths import Widths
 from ddtree_engine.sglang_plugin.wy import hooks as wy
 from ddtree_engine.sglang_plugin.wy import self_check as wy_self_check
 from sglang.srt.managers.utils import GenerationBatchResult

@@ -12,10 +12,11 @@ import pytest
 import recurrent
 import torch
 from ddtree_engine.sglang_plugin import hooks
+from ddtree_engine.sglang_plugin.chooser import WidthChooser
 from ddtree_engine.sglang_plugin.config import load_config, parse_config
 from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.metrics import StageTimes
-from ddtree_engine.sglang_plugin.widths import Captured, WidthChooser, Widths
+from ddtree_engine.sglang_plugin.widths import Captured, Widths
 from ddtree_engine.sglang_plugin.wy import hooks as wy
 from ddtree_engine.tree.build import Builder
 from ddtree_kernels import interpreting

@@ -3,12 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ddtree_engine.sglang_plugin.chooser import WidthChooser, accept_lengths
 from ddtree_engine.sglang_plugin.config import parse_config
 from ddtree_engine.sglang_plugin.describe import WidthSeries, facts
 from ddtree_engine.sglang_plugin.metrics import HostTap, StepOutcome
 from ddtree_engine.sglang_plugin.requests import asked_budget, refusal
 from ddtree_engine.sglang_plugin.tree_build import TreeBatch
-from ddtree_engine.sglang_plugin.widths import WidthChooser, accept_lengths
 from ddtree_engine.tree import policy
 
 SECONDS = {"4": {"1": 0.010, "8": 0.012}, "8": {"1": 0.0101, "8": 0.020}}
