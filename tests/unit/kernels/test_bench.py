@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from operator import itemgetter
 
 import numpy as np
 import pytest
 import torch
 from ddtree_kernels import bench, bench_inputs
+from ddtree_kernels.bench_copy import copy
 from ddtree_kernels.bench_inputs import captured_inputs, random_parents
 from ddtree_kernels.bench_targets import TARGETS, summary
-from ddtree_kernels.bench_timing import Place
+from ddtree_kernels.bench_timing import Place, timed
 from ddtree_kernels.bench_verify import verify_error
 
 
@@ -44,6 +46,62 @@ def test_ratios_and_floors_come_from_the_same_run():
     assert rows["verify-n1-q64"]["floor_milliseconds"] == pytest.approx(1.0)
     assert rows["commit-n8"]["figure"] == pytest.approx(1.5)
     assert rows["verify-n4-q64"]["figure"] is None
+
+
+def test_the_bandwidth_is_that_of_the_faster_copy(tmp_path):
+    assert bench.main(["--tiny", "--only", "bandwidth", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "bench.json").read_text())["results"]["bandwidth"]
+    assert {row["way"] for row in found["rows"]} == set(found["by_way"]) == {"copy_", "kernel"}
+    assert found["bytes_per_second"] == max(row["bytes_per_second"] for row in found["rows"])
+
+
+@pytest.mark.parametrize("size", [1, 8191, 8192, 20000])
+def test_the_copy_kernel_copies_all_of_it_and_no_more(size):
+    source, target = torch.randn(size + 5), torch.zeros(size + 5)
+    copy(source[:size], target[:size])
+    assert torch.equal(target, torch.cat([source[:size], torch.zeros(5)]))
+
+
+def test_a_sweep_of_commits_is_taken_when_asked_for_and_ends_with_its_best(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.MEASUREMENTS, "memory-q64", lambda place: {"figure": 1.0})
+    assert bench.main(["--tiny", "--only", "commit-sweep", "memory-q64", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    found = results["commit-sweep"]
+    fastest = {
+        launch: min((row for row in found["rows"] if row["launch"] == launch), key=itemgetter("milliseconds"))
+        for launch in ("convolution", "replay")
+    }
+    for name, value in found["best"].items():
+        launch = "convolution" if name in ("block_steps", "conv_warps") else "replay"
+        assert value == fastest[launch]["config"][name]
+    assert found["rows"][-1]["launch"] == "both"
+    assert all(row["error"] < 1e-2 for row in found["rows"])
+
+
+def test_sweeps_are_left_out_unless_asked_for(tmp_path, monkeypatch):
+    taken = []
+    for name in bench.MEASUREMENTS:
+        monkeypatch.setitem(
+            bench.MEASUREMENTS, name, lambda place, name=name: taken.append(name) or {"rows": []}
+        )
+    assert bench.main(["--tiny", "--out", str(tmp_path)]) == 0
+    plain = {name for name in bench.MEASUREMENTS if "sweep" not in name} - {"stock"}
+    assert set(taken) == plain
+    taken.clear()
+    assert bench.main(["--tiny", "--sweep", "--out", str(tmp_path)]) == 0
+    assert set(taken) - plain == {"sweep-n1", "sweep-n4", "commit-sweep"}
+
+
+def test_what_a_measurement_overwrites_is_put_back_before_the_next_call():
+    """Without a card: one call unmeasured, one measured."""
+    seen, value = [], [0]
+
+    def work():
+        seen.append(value[0])
+        value[0] += 1
+
+    timed(Place(bench_inputs.TINY, torch.device("cpu"), tiny=True), work, lambda: value.__setitem__(0, 0))
+    assert seen == [0, 0]
 
 
 def test_a_failing_measurement_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
