@@ -33,12 +33,15 @@ def resolve(argv, plugin):
 KINDS = """
 ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-cached tree32-pages
 tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy tree32-cached-wy
+tree64-widths tree64-widths-wy tree64-auto
 """.split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_arm_resolves_to_what_it_says(name, context, plugin, monkeypatch):
     arm = arms.ARMS[name]
+    table = {"schema": 1, "kind": "ddtree-step-costs", "seconds": {w: {"1": 1.0} for w in ("16", "32", "64")}}
+    (context.raw / "tree64-widths.costs.json").write_text(json.dumps(table))
     environment = context.environment(arm, name)
     if "SGLANG_DDTREE_CONFIG" in environment:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", environment["SGLANG_DDTREE_CONFIG"])

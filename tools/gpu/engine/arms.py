@@ -79,6 +79,11 @@ ARMS: dict[str, Arm] = {
     "tree64-wy": tree(64, state="wy"),
     "tree64-wy-check": tree(64, state="wy", self_check=25),
     "tree32-cached-wy": tree(32, flags=CACHED, state="wy"),
+    # Three widths in one server, forced by requests; picked by the policy from what the first one measured.
+    # The start-up self-check looks at every width.
+    "tree64-widths": tree(64, widths=[16, 32, 64], self_check=4),
+    "tree64-widths-wy": tree(64, widths=[16, 32, 64], state="wy", self_check=4),
+    "tree64-auto": tree(64, widths=[16, 32, 64], budget="auto", costs="@tree64-widths.costs.json"),
     "ar-tp2": Arm(flags=(*Arm.flags, "--tp-size", "2")),
     "tree32-tp2": tree(32, flags=(*Arm.flags, "--tp-size", "2")),
 }
@@ -147,6 +152,22 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree64-wy-check": ["info"],
         "tree32-cached": ["greedy", "cache", "lengths", "batches", "info"],
         "tree32-cached-wy": ["greedy", "cache", "lengths", "batches", "load", "info"],
+    },
+    # Not in one group with the arm that it reads from: `tree64-auto` comes last.
+    "widths": {
+        "ar": ["greedy", "ties"],
+        "tree64-widths": ["widths", "info"],
+        "tree16": ["greedy"],
+        "tree32": ["greedy"],
+        "tree64": ["greedy"],
+        "tree64-auto": ["auto", "info"],
+    },
+    "widths-wy": {
+        "ar": ["greedy", "ties"],
+        "tree64-widths-wy": ["widths", "info"],
+        "tree16-wy": ["greedy"],
+        "tree32-wy": ["greedy"],
+        "tree64-wy": ["greedy"],
     },
     "k": {"ar-tp2": ["greedy", "ties"], "tree32-tp2": ["greedy", "info"]},
 }

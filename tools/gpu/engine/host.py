@@ -74,13 +74,16 @@ class Context:
             [str(self.site), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         )
         if arm.config is not None:
-            config = {
-                key: str(self.raw / f"{name}.steps") if value == "@steps" else value
-                for key, value in arm.config.items()
-            }
+            config = {key: self._placed(value, name) for key, value in arm.config.items()}
             environment["SGLANG_DDTREE_CONFIG"] = json.dumps(config)
         environment.update(arm.environment)
         return environment
+
+    def _placed(self, value: Any, name: str) -> Any:
+        """`@steps` is the arm's own folder, any other `@file` what an earlier arm left."""
+        if not isinstance(value, str) or not value.startswith("@"):
+            return value
+        return str(self.raw / (f"{name}.steps" if value == "@steps" else value[1:]))
 
     def keep(self, arm: str, workload: str, value: Any) -> None:
         self.results.setdefault(arm, {})[workload] = value

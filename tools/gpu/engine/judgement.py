@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from engine import ties
+from engine import ties, widths
 from engine.host import Context
 from engine.servers import Server
 
@@ -49,6 +49,7 @@ def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[in
                 number = problem["prompt"]
                 mine, theirs = problem["problem"]["output_ids"], loaded["expected"][number]
                 yield f"{arm} load", number, loaded["prefixes"][number], mine, theirs
+    yield from widths.comparisons(context.results, context.prompts)
 
 
 def greedy_outputs(context: Context) -> dict[str, list[list[int]]]:
@@ -114,6 +115,10 @@ def judge(context: Context) -> None:
             line["self_check"] = check
         if arm.endswith("-wy") and arm.removesuffix("-wy") in context.results:
             line["against_snapshots"] = against_snapshots(runs, context.results[arm.removesuffix("-wy")])
+        if runs.get("widths"):
+            line["widths"] = widths.figures(arm, context.results)
+        if runs.get("auto"):
+            line["auto_over_best_fixed"] = runs["auto"]["best_fixed"]
         if line:
             lines[arm] = line
     asked = context.results.get(context.judge, {}).get("differences", {}).get("questions", [])

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.host import Context
 from engine.servers import Server
+from engine.widths import auto, widths
 
 # Of the plan's time, what ties leave to the rest.
 TIES_SECONDS = 120
@@ -388,6 +389,6 @@ WORKLOADS: dict[str, Callable[[Context, Server], Any]] = {
     function.__name__: function
     for function in (
         greedy, ties, info, steps, cache, lengths, batches, padded, kinds,
-        aborts, load, draws, features, grammar, refusals, fixtures,
+        aborts, load, draws, features, grammar, refusals, fixtures, widths, auto,
     )
 }  # fmt: skip
