@@ -9,8 +9,9 @@ step log (`tree32-log.steps/steps.jsonl`), gives the CPU engine (same pair) the 
 step's root, and compares what its first step accepts. A step counts when both engines stand at one root.
 What makes a step differ is told from the tokens: either the targets chose differently at a node (`target`;
 margin: the GPU's two best tokens there), or they agree and one tree lacks the next node (`tree`; margin: how
-far that node's score lies below the last one that the tree took). A margin within `--near` is a near-tie. The
-rows go to the file for engine_summary.py under the CPU engine's type, beside those of another type.
+far that node's score lies below the last one that the tree took). A margin within `--near` is a near-tie.
+Each step's tree and walk are also made again from the GPU's own numbers, where nothing rounds. The rows go to
+the file for engine_summary.py under the CPU engine's type, beside those of another type.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from ddtree_engine.tree.build import build_tree
+import numpy as np
+from ddtree_engine.tree.accept import walk
+from ddtree_engine.tree.build import Builder, build_tree
 
 EXTRA = 4  # tokens past the block, so that the CPU engine takes a second step and shows where the first ended
 
@@ -124,12 +127,30 @@ def compare(options: argparse.Namespace, step: dict[str, Any]) -> dict[str, Any]
         "best_candidates_shared": sum(
             len(set(row) & set(other)) for row, other in zip(mine, theirs, strict=True)
         ),
+        **again(step, options.budget, options.builder),
     }
     if same_root and cpu != gpu:
         walked = [step["tokens"][node] for node in step["path"][1:gpu]] + [step["bonus"]]
         row |= why(step, taken[0], walked, data["output_ids"][1 : cpu + 1], options.budget)
         row["near"] = row["margin"] is not None and row["margin"] <= options.near
     return row
+
+
+def again(step: dict[str, Any], budget: int, builder: str) -> dict[str, bool]:
+    """Whether the tree core makes the GPU's tree of the GPU's candidates, and walks it as the GPU did."""
+    tree = build_tree(step["tokens"][0], step["ids"], step["logprobs"], budget, Builder(builder))
+    same = tree.tokens.tolist() == step["tokens"] and tree.parents.tolist() == step["parents"]
+    if not same:
+        return {"tree_equal": False, "walk_equal": False}
+    path = step["path"][: step["accepted"]]
+    taken = [step["tokens"][node] for node in path[1:]] + [step["bonus"]]
+    choices = np.array([best[0] for best in step["best_ids"]])
+    for node, token in zip(path, taken, strict=True):
+        first, second = step["best_logprobs"][node]
+        if first == second and token == step["best_ids"][node][1]:
+            choices[node] = token  # equal logits have no order
+    walked = walk(tree, choices)
+    return {"tree_equal": True, "walk_equal": list(walked.path) == path and walked.bonus == step["bonus"]}
 
 
 def why(

@@ -1,15 +1,19 @@
 """The gates that engine_summary.py makes of raw answers."""
 
 import importlib.util
+import io
 import json
 import random
 import sys
+import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "tools" / "gpu" / "engine_summary.py"
+REPOSITORY = Path(__file__).parents[3]
+SCRIPT = REPOSITORY / "tools" / "gpu" / "engine_summary.py"
+sys.path.insert(0, str(SCRIPT.parent))
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +28,11 @@ def summary():
 @pytest.fixture
 def raw(tmp_path):
     """A folder of answers of two agreeing arms and of one whose kernels idled in a step."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
 
     def keep(name, value):
-        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        (folder / f"{name}.json").write_text(json.dumps(value))
 
     rows = [{"output_ids": [1, 2, 3, 4], "meta": {"spec_verify_ct": 2}}]
     other = [{"output_ids": [1, 2, 9, 9], "meta": {"spec_verify_ct": 2}}]
@@ -39,14 +45,14 @@ def raw(tmp_path):
         keep(f"{arm}.info", {"ddtree": {"arm": arm}})
     described = {"requests": 10, "tree_kernel_requests": 9}
     keep("tree32.info", {"ddtree": described, "disable_overlap_schedule": False, "disable_cuda_graph": False})
-    return tmp_path
+    return folder
 
 
 def test_gates_that_hold_fail_and_did_not_run(summary, raw):
     document, missing = summary.summarise(summary.Raw(raw))
     verdicts = {gate["id"]: summary.verdict(gate).strip() for gate in document["gates"]}
     assert verdicts == {"a": "ok", "b": "FAIL", "g": "FAIL"}
-    assert {"c", "d", "e", "f", "h", "i", "j", "k"} == set(missing)
+    assert {"c", "d", "d_float32", "e", "f", "h_cached", "h_pages", "i", "j", "k", "wy"} == set(missing)
     assert document["hardware"]["cards"] == ["a card"]
     assert all((raw / Path(gate["raw"]).name).is_file() for gate in document["gates"])
 
@@ -63,6 +69,72 @@ def test_the_last_run_that_made_a_comparison_is_the_one_that_counts(summary, raw
     assert summary.Raw(raw).differences("x against ar") == []
     with pytest.raises(summary.Missing):
         summary.Raw(raw).differences("y against ar")
+
+
+def question(tokens, *values):
+    best = [[value, token, None] for token, value in enumerate(values, 1)]
+    return {"where": "tree8 against ar", "tokens": tokens, "best": best}
+
+
+def judged(summary, raw, *questions):
+    best = [[-0.5, 1, None], [-1.5, 2, None]]
+    moved = [[-0.5, 1, None], [-1.625, 2, None]]
+    (raw / "ar.ties.json").write_text(json.dumps([{"decode": best, "prefill": moved, "batched": [best]}]))
+    asked = {"compared": ["tree8 against ar"], "questions": list(questions)}
+    (raw / "judge-100.differences.json").write_text(json.dumps(asked))
+    return summary.no_near_ties(summary.Raw(raw), ["tree8 against ar"], "d", "t")
+
+
+def test_a_first_difference_beyond_twice_the_noise_is_counted(summary, raw):
+    near, far = question([2, 1], -0.5, -0.75), question([2, 1], -0.5, -0.8125)
+    found = judged(summary, raw, near, far)
+    assert (found["figure"], found["detail"]["divergences"]) == (1, 2)
+    assert found["detail"]["gaps"] == {"0.25": 1, "0.3125": 1}
+    assert found["raw"] == "raw/judge-100.differences.json"
+
+
+def test_a_token_that_is_not_among_the_best_is_no_near_tie(summary, raw):
+    assert judged(summary, raw, question([9, 1], -0.5, -0.5))["figure"] == 1
+
+
+def test_a_tree_that_is_noisier_than_plain_decoding_is_seen(summary, raw):
+    rng = random.Random(0)
+
+    def errors(scale, count):
+        return [[1 + scale * rng.gauss(0, 1), 1] for _ in range(count)]
+
+    for scale, fine in ((1, True), (2, False)):
+        rows = {"tree": errors(scale, 500), "decode": errors(1, 80), "prefill": errors(1, 80)}
+        (raw / "float32-distances.json").write_text(json.dumps(rows))
+        (found,) = summary.gate_d_float32(summary.Raw(raw))
+        assert (summary.verdict(found).strip() == "ok") is fine
+
+
+def archive(path, **files):
+    with tarfile.open(path, "w:xz") as tar:
+        for name, text in files.items():
+            content = text.encode()
+            entry = tarfile.TarInfo(name.replace("__", "."))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def test_archives_leave_their_answers_and_no_logs(summary, tmp_path):
+    folder = tmp_path / "raw"
+    first = archive(tmp_path / "1", ar__greedy__json="[1]", ar__log="x", ar__diagnosis__json="{}")
+    summary.unpack(first, folder)
+    summary.unpack(archive(tmp_path / "2", ar__greedy__json="[2]"), folder)
+    assert [file.name for file in folder.iterdir()] == ["ar.greedy.json.xz"]
+    assert summary.Raw(folder).read("ar", "greedy") == [2]
+
+
+def test_committed_figures_are_what_the_raw_files_give(summary):
+    folder = REPOSITORY / "results" / "h200-engine"
+    committed = json.loads((folder / "summary.json").read_text())
+    made, _ = summary.summarise(summary.Raw(folder / "raw"))
+    assert made == committed
+    assert all((folder / gate["raw"]).is_file() for gate in committed["gates"])
 
 
 def draw(seed, weights, count=1000):

@@ -89,3 +89,15 @@ def test_a_node_that_one_tree_lacks_is_told_with_its_distance_from_the_last_take
 def test_a_token_that_one_drafter_never_proposed_has_no_margin():
     found = compare_steps.why(STEP, TABLE, [99], [99, 40], budget=3)
     assert found == {"cause": "tree", "margin": None, "at": 1}
+
+
+LOGGED = STEP | {"parents": [-1, 0, 1], "accepted": 3, "bonus": 30, "best_ids": [[11, 7], [8, 21], [30, 9]]}
+
+
+def test_a_step_is_made_again_from_its_own_numbers():
+    tied = LOGGED | {"best_logprobs": [[-0.1, -3.0], [-0.7, -0.7], [-0.1, -4.0]]}
+    assert compare_steps.again(tied, 2, "best-first") == {"tree_equal": True, "walk_equal": True}
+    # 8 is better than 21, which the walk took.
+    assert compare_steps.again(LOGGED, 2, "best-first") == {"tree_equal": True, "walk_equal": False}
+    other = LOGGED | {"tokens": [1, 11, 12], "parents": [-1, 0, 0]}
+    assert compare_steps.again(other, 2, "best-first")["tree_equal"] is False
