@@ -180,6 +180,18 @@ def test_without_graphs_narrow_widths_run_as_the_widest_does(make_side):
         assert several._captured[4].graphs is none
 
 
+def test_sglangs_graph_runner_and_backends_are_made_as_the_plugin_makes_them():
+    import inspect
+
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    inspect.signature(DecodeCudaGraphRunner).bind(None, attn_backend=None, speculative_num_draft_tokens=4)
+    inspect.signature(ModelRunner._get_attention_backend).bind(None, init_new_workspace=True)
+    inspect.signature(KVIndexTranslator.bind_and_verify_backends).bind(None, [])
+
+
 def test_a_step_that_fails_leaves_the_widest(make_side):
     side = make_side("wy", 6, widths=[4, 6])
     several = captured(side, [4, 6])
