@@ -321,7 +321,7 @@ def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
         types,
         heads
         | {"TAPS": 4, "BIAS": False, "SILU": True, "TRACK": True}
-        | {"BP": DEFAULT.block_steps, "BC": 128, "BW": 4},
+        | {"BLOCKS": 1, "BP": DEFAULT.block_steps, "BC": 128},
         {"num_warps": DEFAULT.conv_warps},
     )
     for state in ("fp32", "bf16"):

@@ -35,6 +35,7 @@ def _commit_conv_kernel(
     track_slots,
     facts,
     N,
+    P,
     stride_xl,
     stride_xn,
     stride_xq,
@@ -60,18 +61,20 @@ def _commit_conv_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     TRACK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
-    BW: tl.constexpr,
 ):
     """One head of q, k or v of one layer and request: its rows, its facts and its carried inputs."""
     part = tl.program_id(0)
     layer = (tl.program_id(1) // N).to(tl.int64)
     request = (tl.program_id(1) % N).to(tl.int64)
+    # No branch on what is loaded: loads that wait for one another would be most of this kernel's time.
     slot = tl.load(slots + request).to(tl.int64)
-    if slot < 0:
-        return
     count = tl.load(counts + request).to(tl.int32)
+    wanted = slot >= 0
+    count = tl.where(wanted, count, 0)
+    slot = tl.maximum(slot, 0)
     valued = part >= 2 * H
     head = part - tl.where(valued, 2 * H, H)
     place = tl.arange(0, BC)
@@ -89,55 +92,54 @@ def _commit_conv_kernel(
     facts += (layer * N + request) * stride_facts
 
     # The windows read inputs that the convolution is about to overwrite.
-    carried = tl.arange(0, BW)
-    mask = valid[:, None] & (carried < TAPS - 1)[None, :]
-    moved = _moved_window(x, window, path, place, carried, mask, count, stride_xq, TAPS)
+    valid = valid & wanted
+    moved = _moved_window(x, window, path, place, valid, count, P, stride_xq, TAPS)
     if TRACK:
         track = tl.load(track_counts + request).to(tl.int32)
         target = tl.load(track_slots + request).to(tl.int64)
-        keep = mask & (track >= 0) & (track <= count) & (target >= 0)
-        snapshot = _moved_window(x, window, path, place, carried, keep, track, stride_xq, TAPS)
+        keep = valid & (track >= 0) & (track <= count) & (target >= 0)
+        snapshot = _moved_window(x, window, path, place, keep, track, P, stride_xq, TAPS)
 
     if part >= H:
         # From the last block of steps to the first: a step needs the inputs of those before it.
-        left = count
-        while left > 0:
-            begin = ((left - 1) // BP) * BP
-            steps = begin + tl.arange(0, BP)
+        for block in range(BLOCKS):
+            steps = (BLOCKS - 1 - block) * BP + tl.arange(0, BP)
             taken = steps < count
+            # All loads before the first use: none of them waits for another's.
+            row = tl.load(path + steps, mask=steps < P, other=0).to(tl.int64)
+            gated = taken & valued
+            gate = tl.load(a + row * stride_aq + head, mask=gated, other=0.0).to(tl.float32)
+            write = tl.load(b + row * stride_bq + head, mask=gated, other=0.0).to(tl.float32)
+            inputs = ()
+            for tap in tl.static_range(TAPS):
+                at = steps - (TAPS - 1 - tap)
+                at_row = tl.load(path + at, mask=(at >= 0) & (at < P), other=0).to(tl.int64)
+                inside = (taken & (at >= 0))[:, None] & valid[None, :]
+                tile = x + at_row[:, None] * stride_xq + place[None, :]
+                inputs = inputs + (tl.load(tile, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
             total = tl.zeros((BP, BC), dtype=tl.float32)
             # The oldest inputs come first: what the first steps take from the window.
             for early in tl.static_range(TAPS - 1):
                 behind = tl.zeros((BC,), dtype=tl.float32)
                 for tap in tl.static_range(TAPS - 1 - early):
-                    inputs = tl.load(window + (early + tap), mask=valid, other=0.0).to(tl.float32)
+                    carried = tl.load(window + (early + tap), mask=valid, other=0.0).to(tl.float32)
                     factor = tl.load(weight + place * stride_wc + tap, mask=valid, other=0.0).to(tl.float32)
-                    behind += inputs * factor
+                    behind += carried * factor
                 total = tl.where((steps == early)[:, None], behind[None, :], total)
             for tap in tl.static_range(TAPS):
-                at = steps - (TAPS - 1 - tap)
-                inside = taken & (at >= 0)
-                row = tl.load(path + at, mask=inside, other=0).to(tl.int64)
-                inputs = tl.load(
-                    x + row[:, None] * stride_xq + place[None, :],
-                    mask=inside[:, None] & valid[None, :],
-                    other=0.0,
-                ).to(tl.float32)
                 factor = tl.load(weight + place * stride_wc + tap, mask=valid, other=0.0).to(tl.float32)
-                total += inputs * factor[None, :]
+                total += inputs[tap].to(tl.float32) * factor[None, :]
             if BIAS:
                 total += tl.load(bias + place, mask=valid, other=0.0).to(tl.float32)[None, :]
             if SILU:
                 total = silu(total)
             rounded = total.to(x.dtype.element_ty)
-            row = tl.load(path + steps, mask=taken, other=0).to(tl.int64)
             fact = facts + steps * (2 * HV + H)
             if valued:
                 rate = -tl.exp(tl.load(A_log + layer * HV + head).to(tl.float32))
                 shift = tl.load(dt_bias + layer * HV + head).to(tl.float32)
-                gate = tl.load(a + row * stride_aq + head, mask=taken, other=0.0).to(tl.float32) + shift
+                gate += shift
                 gate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(gate)), gate)
-                write = tl.load(b + row * stride_bq + head, mask=taken, other=0.0).to(tl.float32)
                 tl.store(fact + head, tl.exp(rate * gate), mask=taken)
                 tl.store(fact + HV + head, 1.0 / (1.0 + tl.exp(-write)), mask=taken)
             else:
@@ -150,23 +152,24 @@ def _commit_conv_kernel(
                 rounded,
                 mask=taken[:, None] & valid[None, :],
             )
-            left = begin
     tl.debug_barrier()
-    tl.store(window[:, None] + carried[None, :], moved, mask=mask)
-    if TRACK:
-        tl.store((pool + target * stride_conv_slot)[:, None] + carried[None, :], snapshot, mask=keep)
+    for entry in tl.static_range(TAPS - 1):
+        tl.store(window + entry, moved[entry], mask=valid)
+        if TRACK:
+            tl.store(pool + target * stride_conv_slot + entry, snapshot[entry], mask=keep)
 
 
 @triton.jit
-def _moved_window(x, window, path, place, carried, mask, count, stride_xq, TAPS: tl.constexpr):
+def _moved_window(x, window, path, place, mask, count, P, stride_xq, TAPS: tl.constexpr):
     """The window after `count` rows: entry p is input p + count of the carried ones followed by the path."""
-    source = carried + count
-    accepted = source >= TAPS - 1
-    old = window[:, None] + source[None, :]
-    kept = tl.load(old, mask=mask & (~accepted)[None, :], other=0.0)
-    row = tl.load(path + source - (TAPS - 1), mask=accepted & (carried < TAPS - 1), other=0).to(tl.int64)
-    new = tl.load(x + row[None, :] * stride_xq + place[:, None], mask=mask & accepted[None, :], other=0.0)
-    return tl.where(accepted[None, :], new.to(kept.dtype), kept)
+    moved = ()
+    for entry in tl.static_range(TAPS - 1):
+        step = entry + count - (TAPS - 1)
+        kept = tl.load(window + (entry + count), mask=mask & (step < 0), other=0.0)
+        row = tl.load(path + step, mask=(step >= 0) & (step < P), other=0).to(tl.int64)
+        new = tl.load(x + row * stride_xq + place, mask=mask & (step >= 0), other=0.0)
+        moved = moved + (tl.where(step < 0, kept, new.to(kept.dtype)),)  # type: ignore[assignment]  # noqa: RUF005
+    return moved
 
 
 @triton.jit
@@ -206,9 +209,9 @@ def _commit_kernel(
     layer = (tl.program_id(2) // N).to(tl.int64)
     request = (tl.program_id(2) % N).to(tl.int64)
     slot = tl.load(slots + request).to(tl.int64)
+    count = tl.load(counts + request).to(tl.int32)
     if slot < 0:
         return
-    count = tl.load(counts + request).to(tl.int32)
     key_head = head // (HV // H)
     x += layer * stride_xl + request * stride_xn
     path += request * stride_path

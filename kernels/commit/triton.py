@@ -206,6 +206,7 @@ def convolve_unchecked(
         track_slots if track else slots,
         facts,
         batch,
+        path.shape[1],
         x.stride(0),
         x.stride(1),
         x.stride(2),
@@ -231,9 +232,9 @@ def convolve_unchecked(
         BIAS=bias is not None,
         SILU=silu_activation,
         TRACK=track,
+        BLOCKS=triton.cdiv(path.shape[1], block_steps),
         BP=block_steps,
         BC=triton.next_power_of_2(max(key_dim, value_dim)),
-        BW=triton.next_power_of_2(max(taps - 1, 1)),
         num_warps=config.conv_warps,
     )
 
