@@ -41,6 +41,7 @@ def commit_sweep(place: Place) -> dict[str, Any]:
     conv = _fastest(rows)
     # The replay reads what the convolution wrote: once is enough.
     work.config = DEFAULT
+    work.restore()
     work.convolve()
     rows += [work.measure("replay", config, work.replay, None) for config in replays]
     replay = _fastest([row for row in rows if row["launch"] == "replay"])
