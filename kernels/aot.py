@@ -139,7 +139,11 @@ def cases() -> Iterator[Case]:
 def _verify_cases() -> Iterator[Case]:
     from ddtree_kernels.tree_gdn import triton as gdn
 
-    for width in (8, 16, 32, 64, 128):
+    for width in (8, 16, 32):
+        yield _fused_case(gdn, width, 128, "fp32", "bf16")
+    for dim, state, dtype in ((128, "bf16", "bf16"), (256, "fp32", "bf16"), (256, "fp32", "fp32")):
+        yield _fused_case(gdn, 32, dim, state, dtype)
+    for width in (64, 128):
         yield from _solve_cases(gdn, width, 128, "bf16")
         for exact in (False, True):
             yield _stream_case(gdn, width, 128, "fp32", "bf16", exact)
@@ -154,6 +158,26 @@ def _verify_cases() -> Iterator[Case]:
     for state in ("fp32", "bf16"):
         yield _scan_case(gdn, 128, state)
     yield _scan_case(gdn, 256, "fp32")
+
+
+def _fused_case(gdn: Any, width: int, dim: int, state: str, dtype: str) -> Case:
+    config = gdn.fused_config(width, dim, dim, 4 if dtype == "fp32" else 2)
+    block = 16 if width <= 16 else 32
+    constants = {
+        "GROUP": 3,
+        "K": dim,
+        "V": dim,
+        "KC": config.chunk,
+        "BK": config.block_k,
+        "BQ": block,
+        "LEVELS": block.bit_length() - 1,
+        "WORDS": 1,
+        "BV": config.block_v,
+        "PRECISION": config.precision,
+    }
+    label, options = f"Q{width} K{dim} {dtype} state {state}", {"num_warps": config.num_warps}
+    types = _verify_types(state, dtype)
+    return Case(gdn._tree_gdn_fused_kernel, label, types, constants, options | {"num_stages": 1})
 
 
 def _verify_types(state: str, dtype: str) -> dict[str, str]:
@@ -179,7 +203,7 @@ def _verify_types(state: str, dtype: str) -> dict[str, str]:
 
 def _solve_cases(gdn: Any, width: int, dim: int, dtype: str) -> Iterator[Case]:
     config = gdn.verify_config(dim, dim)
-    block = gdn.block_rows(width)
+    block = gdn.BLOCK_ROWS
     constants = {
         "GROUP": 3,
         "K": dim,
@@ -190,10 +214,7 @@ def _solve_cases(gdn: Any, width: int, dim: int, dtype: str) -> Iterator[Case]:
         "SOLVE_PRECISION": config.solve_precision,
     }
     label, options = f"Q{width} K{dim} {dtype}", {"num_warps": config.solve_warps, "num_stages": 1}
-    kernels = [gdn._tree_gdn_respond_kernel]
-    if width > block:
-        kernels.insert(0, gdn._tree_gdn_invert_kernel)
-    for kernel in kernels:
+    for kernel in (gdn._tree_gdn_invert_kernel, gdn._tree_gdn_respond_kernel):
         yield Case(kernel, label, _verify_types("fp32", dtype), constants, options)
 
 
@@ -201,7 +222,7 @@ def _stream_case(
     gdn: Any, width: int, dim: int, state: str, dtype: str, exact: bool, out: str = "", count: bool = False
 ) -> Case:
     config = gdn.verify_config(dim, dim, exact)
-    block = gdn.block_rows(width)
+    block = gdn.BLOCK_ROWS
     constants = {
         "HV": 48,
         "K": dim,

@@ -26,7 +26,7 @@ def verify(place: Place, batch: int, width: int, exact: bool = False, config: An
     shape, batch, width = place.shape, place.batches(batch), place.widths(width)
     inputs = random_inputs(shape, batch, width, place.device)
     bits = ancestor_bits(inputs.parents)
-    config = config or gdn.verify_config(shape.key_dim, shape.value_dim, exact)
+    config = config or gdn.config_of(width, shape.key_dim, shape.value_dim, exact)
     out = torch.empty_like(inputs.qkv(0)[2].contiguous())
     scratch = gdn.verify_scratch(out, shape.key_dim)
     scale = shape.key_dim**-0.5
@@ -100,10 +100,10 @@ def exact_outputs(inputs: Inputs) -> Tensor:
 
 def adversarial(place: Place, exact: bool) -> dict[str, Any]:
     """Correlated keys, strong writes, weak to strong decay, deep trees and chains, the pair's own keys."""
-    from ddtree_kernels.tree_gdn.triton import verify_config
-
     shape, width = place.shape, place.widths(64)
     trees = {
+        f"tree{width // 2}": random_parents(1, width // 2, shape.block - 1),
+        f"chain{width // 2}": torch.arange(width // 2)[None] - 1,
         f"tree{width}": random_parents(1, width, shape.block - 1),
         f"chain{width}": torch.arange(width)[None] - 1,
         f"chain{2 * width}": torch.arange(2 * width)[None] - 1,
@@ -111,12 +111,11 @@ def adversarial(place: Place, exact: bool) -> dict[str, Any]:
     grid = list(product((0.5, 0.9, 0.99), (0.9, 0.98), (-0.001, -0.1, -1.0, -20.0)))
     if place.tiny:
         grid, trees = [(0.99, 0.98, -0.001)], {f"chain{width}": trees[f"chain{width}"]}
-    config = verify_config(shape.key_dim, shape.value_dim, exact)
     rows: list[dict[str, Any]] = []
 
     def measure(inputs: Inputs, **labels: Any) -> None:
         count = torch.zeros(1, dtype=torch.int32, device=place.device)
-        error = verify_error(inputs, config=config, recomputed=count)
+        error = verify_error(inputs, exact=exact, recomputed=count)
         rows.append(labels | {"error": error, "tiles_done_again": int(count)})
 
     for label, parents in trees.items():

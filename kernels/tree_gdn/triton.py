@@ -7,8 +7,9 @@ below the diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's 
     q'  = exp(G_i) q_i - M diag(exp(G_j)) k_j     [Q, K]
     o   = M v + q' S0                             two products, streamed over tiles of V
 
-The solve happens once per request and head, not once per tile of V, and no state is written. Trees of up to
-32 rows take two launches (respond, stream), wider ones three (invert diagonal blocks, respond, stream).
+No state is written. Trees of up to 32 nodes take one launch, whose programs solve a tree again for every tile
+of value channels: small trees leave cores idle that do it for nothing, and a launch less counts. Wider trees
+are solved once per request and head, in three launches (invert diagonal blocks, respond, stream).
 
 **Why it is stable.** M[i, j] is the response of node i to a unit write at node j, q'_i that of node i to the
 prefix state: products of decays and of the contractions I - beta k k^T, so |M| <= beta and |q'_i| <= |q_i|,
@@ -19,9 +20,9 @@ and hence bounded too; no power of L is ever formed.
 **Precision.** k and v enter products as they are stored: for bfloat16 inputs `k k^T` and `q k^T` are exact
 products summed in float32 and normalised afterwards, and the float32 factors M are split into two 16-bit
 parts (relative rounding 2^-17). The solve's own products are three bfloat16 products each, to 2^-16: they are
-small, and in tf32 they are what fails on correlated keys. Only the product with a float32 state is rounded to
-tf32, unless `exact`. Log decays are summed as a multiple of 2^-7, exactly, and a remainder below 1, so that
-differences of large sums keep their digits.
+small, and in tf32 they are what fails on correlated keys. Only wider trees' product with a float32 state is
+rounded to tf32, unless `exact`. Log decays are summed as a multiple of 2^-7, exactly, and a remainder below
+1, so that differences of large sums keep their digits.
 
 **Detection.** That tf32 rounding is relative to the factors, q' and S0; where their product cancels, alone or
 against M v, it shows. Every tile compares |q'|^2 |S0|^2 / K with |o|^2 and, where the first is more than
@@ -44,6 +45,7 @@ from ddtree_kernels.ancestry.triton import ancestor_bits, depth_first
 from ddtree_kernels.checks import expect_dense, expect_shape
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn.dispatch import Form, choose_form
+from ddtree_kernels.tree_gdn.fused_kernel import _tree_gdn_fused_kernel
 from ddtree_kernels.tree_gdn.products import Precision
 from ddtree_kernels.tree_gdn.scan_kernel import _tree_gdn_scan_kernel
 from ddtree_kernels.tree_gdn.wy_kernels import (
@@ -55,6 +57,8 @@ from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_HEAD_DIM = 256
+# Nodes that one launch solves, and rows of a block of wider trees.
+FUSED_WIDTH = BLOCK_ROWS = 32
 # How far |q'|^2 |S0|^2 / K may pass |o|^2 before a tile's tf32 product is done again. Truncating both factors
 # costs about 1e-3 of their product, so at 4 (twice the length) the output keeps 2e-3.
 CANCELLING = 4.0
@@ -82,6 +86,23 @@ class VerifyConfig:
     detect: bool = True
 
 
+@dataclass(frozen=True)
+class FusedConfig:
+    """How the one launch of a tree of up to 32 nodes is cut and rounded.
+
+    block_v, block_k  as in `VerifyConfig`
+    chunk             key channels of q and k taken at a time
+    num_warps         one for 16 rows: more would do the same rows again
+    precision         all products that are not exact as stored
+    """
+
+    block_v: int
+    block_k: int
+    chunk: int
+    num_warps: int
+    precision: Precision = "bf16x3"
+
+
 FAST = VerifyConfig()
 EXACT = VerifyConfig(state_precision="bf16x3", detect=False)
 
@@ -99,6 +120,27 @@ class Scratch(NamedTuple):
     prefix_queries: Tensor
     inverses: Tensor
     facts: Tensor
+
+
+def config_of(
+    width: int, key_dim: int, value_dim: int, exact: bool = False, element_size: int = 2
+) -> VerifyConfig | FusedConfig:
+    """The launch configuration of the kernels that this width takes."""
+    if width <= FUSED_WIDTH:
+        return fused_config(width, key_dim, value_dim, element_size)
+    return verify_config(key_dim, value_dim, exact)
+
+
+def fused_config(width: int, key_dim: int, value_dim: int, element_size: int = 2) -> FusedConfig:
+    """That of a tree of up to 32 nodes; `element_size` is q's bytes an element."""
+    padded_k, padded_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    small, narrow = width <= 16, element_size == 2
+    return FusedConfig(
+        block_v=min(32 if small else 64, padded_v),
+        block_k=min(32 if small or not narrow else 64, padded_k),
+        chunk=min(64 if narrow else 16, padded_k),
+        num_warps=1 if small else 2,
+    )
 
 
 def verify_config(key_dim: int, value_dim: int, exact: bool = False) -> VerifyConfig:
@@ -125,7 +167,7 @@ def tree_gdn_verify(
     scale: float | None = None,
     exact: bool = False,
     out: Tensor | None = None,
-    config: VerifyConfig | None = None,
+    config: VerifyConfig | FusedConfig | None = None,
     form: Form | Literal["auto"] = "wy",
     recomputed: Tensor | None = None,
     scratch: Scratch | None = None,
@@ -162,7 +204,13 @@ def tree_gdn_verify(
         return tree_gdn_scan_unchecked(
             a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
         )
-    config = config or verify_config(key_dim, value_dim, exact)
+    fused = width <= FUSED_WIDTH
+    config = config or config_of(width, key_dim, value_dim, exact, q.element_size())
+    if isinstance(config, FusedConfig) != fused:
+        raise KernelInputError(
+            f"config: found {type(config).__name__}, allowed is "
+            f"{'FusedConfig' if fused else 'VerifyConfig'} for a tree of {width} nodes"
+        )
     scratch = verify_scratch(v, key_dim) if scratch is None else scratch
     return tree_gdn_verify_unchecked(
         a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config, recomputed
@@ -183,18 +231,19 @@ def tree_gdn_verify_unchecked(
     out: Tensor,
     scratch: Scratch,
     scale: float,
-    config: VerifyConfig,
+    config: VerifyConfig | FusedConfig,
     recomputed: Tensor | None = None,
 ) -> Tensor:
     """The hot path of `tree_gdn_verify` in the WY form: no check, no allocation, no synchronisation.
 
     `scratch` is `verify_scratch`; one serves all layers of a step.
     """
+    if isinstance(config, FusedConfig):
+        return _fused(a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scale, config)
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    block = block_rows(width)
-    blocks = (width + block - 1) // block
-    constants = {"K": key_dim, "BQ": block, "BLOCKS": blocks, "SOLVE_PRECISION": config.solve_precision}
+    blocks = triton.cdiv(width, BLOCK_ROWS)
+    constants = {"K": key_dim, "BQ": BLOCK_ROWS, "BLOCKS": blocks, "SOLVE_PRECISION": config.solve_precision}
     solve = {
         "GROUP": heads // key_heads,
         "KC": key_chunk(key_dim, q.element_size()),
@@ -202,31 +251,26 @@ def tree_gdn_verify_unchecked(
         "num_warps": config.solve_warps,
         "num_stages": 1,
     }
-    if blocks > 1:
-        _tree_gdn_invert_kernel[(heads, blocks, batch)](
-            a,
-            b,
-            A_log,
-            dt_bias,
-            k,
-            bits,
-            scratch.inverses,
-            scratch.facts,
-            width,
-            a.stride(0),
-            a.stride(1),
-            b.stride(0),
-            b.stride(1),
-            k.stride(0),
-            k.stride(1),
-            **constants,
-            **solve,
-        )
-    _tree_gdn_respond_kernel[(heads, blocks, batch)](
+    _tree_gdn_invert_kernel[(heads, blocks, batch)](
         a,
         b,
         A_log,
         dt_bias,
+        k,
+        bits,
+        scratch.inverses,
+        scratch.facts,
+        width,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        k.stride(0),
+        k.stride(1),
+        **constants,
+        **solve,
+    )
+    _tree_gdn_respond_kernel[(heads, blocks, batch)](
         q,
         k,
         bits,
@@ -236,10 +280,6 @@ def tree_gdn_verify_unchecked(
         scratch.prefix_queries,
         scale,
         width,
-        a.stride(0),
-        a.stride(1),
-        b.stride(0),
-        b.stride(1),
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -277,16 +317,83 @@ def tree_gdn_verify_unchecked(
     return out
 
 
+def _fused(
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    bits: Tensor,
+    out: Tensor,
+    scale: float,
+    config: FusedConfig,
+) -> Tensor:
+    batch, width, heads, value_dim = v.shape
+    key_heads, key_dim = q.shape[2:]
+    block = 16 if width <= 16 else FUSED_WIDTH
+    _tree_gdn_fused_kernel[(triton.cdiv(value_dim, config.block_v), heads, batch)](
+        a,
+        b,
+        A_log,
+        dt_bias,
+        q,
+        k,
+        v,
+        state_pool,
+        slots,
+        bits,
+        out,
+        scale,
+        width,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        state_pool.stride(0),
+        out.stride(0),
+        out.stride(1),
+        slots.stride(0),
+        GROUP=heads // key_heads,
+        K=key_dim,
+        V=value_dim,
+        KC=config.chunk,
+        BK=config.block_k,
+        BQ=block,
+        LEVELS=block.bit_length() - 1,
+        WORDS=bits.shape[2],
+        BV=config.block_v,
+        PRECISION=config.precision,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return out
+
+
 def verify_scratch(v: Tensor, key_dim: int) -> Scratch:
-    """Buffers for `tree_gdn_verify_unchecked`: 2.8 MiB for one request of 64 nodes at HV 48, K 128."""
+    """Buffers for `tree_gdn_verify_unchecked`: 2.8 MiB for one request of 64 nodes at HV 48, K 128.
+
+    Without a request's place for trees of up to 32 nodes, which need none.
+    """
     batch, width, heads, _ = v.shape
-    block = block_rows(width)
-    columns = (width + block - 1) // block * block
+    batch = batch if width > FUSED_WIDTH else 0
+    columns = triton.cdiv(width, BLOCK_ROWS) * BLOCK_ROWS
 
     def buffer(*shape: int) -> Tensor:
         return torch.empty(batch, heads, *shape, dtype=torch.float32, device=v.device)
 
-    return Scratch(buffer(width, columns), buffer(width, key_dim), buffer(columns, block), buffer(4, columns))
+    return Scratch(
+        buffer(width, columns), buffer(width, key_dim), buffer(columns, BLOCK_ROWS), buffer(4, columns)
+    )
 
 
 def tree_gdn_scan_unchecked(
@@ -366,11 +473,6 @@ def key_chunk(key_dim: int, element_size: int) -> int:
     """Key channels that the solve takes at a time: what keeps a product's operands in registers."""
     channels: int = max(16, triton.next_power_of_2(key_dim))
     return min(channels, 64 if element_size == 2 else 16)
-
-
-def block_rows(width: int) -> int:
-    """Rows that one program of the solve handles."""
-    return 16 if width <= 16 else 32
 
 
 def _check(

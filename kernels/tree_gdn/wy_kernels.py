@@ -1,6 +1,6 @@
-"""The kernels of the WY form: invert diagonal blocks, respond, stream.
+"""The kernels of the WY form of trees of more than 32 nodes: invert diagonal blocks, respond, stream.
 
-Rows go in blocks of at most 32, so that every product's operands stay in registers on any card and a wider
+Rows go in blocks of 32, so that every product's operands stay in registers on any card and a wider
 tree means more programs instead of larger ones. With T_J the inverse of diagonal block J of I + L and P as in
 the derivation, a block row I of M follows from right to left:
 
@@ -128,7 +128,7 @@ def _tree_gdn_invert_kernel(
     GROUP: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, BQ: tl.constexpr, BLOCKS: tl.constexpr,
     WORDS: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All diagonal blocks at once, for trees of more than one block: T and the facts go to scratch memory."""
+    """All diagonal blocks at once: T and the facts go to scratch memory."""
     head = tl.program_id(0)
     block = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -163,8 +163,8 @@ def _facts(facts, block, BLOCKS: tl.constexpr, BQ: tl.constexpr):
 
 @triton.jit
 def _tree_gdn_respond_kernel(
-    a, b, A_log, dt_bias, q, k, bits, inverses, facts, responses, prefix_queries, scale, Q,
-    stride_an, stride_aq, stride_bn, stride_bq, stride_qn, stride_qq, stride_kn, stride_kq,
+    q, k, bits, inverses, facts, responses, prefix_queries, scale, Q,
+    stride_qn, stride_qq, stride_kn, stride_kq,
     GROUP: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, BQ: tl.constexpr, BLOCKS: tl.constexpr,
     WORDS: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,24 +182,14 @@ def _tree_gdn_respond_kernel(
     own = block * BQ + rows
     valid = own[:, None] < Q
     responses += (place * Q + own[:, None]) * (BLOCKS * BQ)
-    if BLOCKS == 1:
-        beta, exact_own, rest_own, norm, T = _invert_block(
-            a + request * stride_an + head, b + request * stride_bn + head, k, bits,
-            -tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32), block,
-            Q, stride_aq, stride_bq, stride_kq, K, KC, BQ, WORDS, SOLVE_PRECISION,
-        )  # fmt: skip
-    else:
-        _, exact_own, rest_own, _ = _facts(facts, block, BLOCKS, BQ)
+    _, exact_own, rest_own, _ = _facts(facts, block, BLOCKS, BQ)
     query_norm = tl.zeros((BQ,), tl.float32)
     M = tl.zeros((BQ, BQ), tl.float32)
     for back in range(block + 1):
         column = block - back
         columns = column * BQ + rows
-        if BLOCKS == 1:
-            exact, rest = exact_own, rest_own
-        else:
-            beta, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
-            T = tl.load(inverses + columns[:, None] * BQ + rows[None, :])
+        beta, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
+        T = tl.load(inverses + columns[:, None] * BQ + rows[None, :])
         R, query_norm = _products(
             q, own, stride_qq, k, columns, stride_kq, Q, K, KC, BQ, SOLVE_PRECISION
         )  # fmt: skip
@@ -218,8 +208,7 @@ def _tree_gdn_respond_kernel(
             R -= dot(M_between, L, SOLVE_PRECISION)
         M = dot(R * norm[None, :], T, SOLVE_PRECISION) * beta[None, :]
         tl.store(responses + columns[None, :], M, mask=valid)
-        if BLOCKS > 1:
-            tl.debug_barrier()  # the next rounds and the loop below read what this block has stored of M
+        tl.debug_barrier()  # the next rounds and the loop below read what this block has stored of M
     prefix_queries += (place * Q + own[:, None]) * K
     from_prefix = tl.exp(exact_own + rest_own) * query_norm
     for start in range(0, K, KC):
@@ -227,11 +216,8 @@ def _tree_gdn_respond_kernel(
         prefix_query = _rows(q, own, channels, Q, K, stride_qq).to(tl.float32) * from_prefix[:, None]
         for column in range(block + 1):
             columns = column * BQ + rows
-            if BLOCKS > 1:
-                M = tl.load(responses + columns[None, :], mask=valid, other=0.0)
-                _, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
-            else:
-                exact, rest = exact_own, rest_own
+            M = tl.load(responses + columns[None, :], mask=valid, other=0.0)
+            _, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
             keys = _rows(k, columns, channels, Q, K, stride_kq)
             prefix_query -= dot_stored(M * (tl.exp(exact + rest) * norm)[None, :], keys, SOLVE_PRECISION)
         tl.store(prefix_queries + channels[None, :], prefix_query, mask=valid & (channels < K)[None, :])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from ddtree_kernels.tree_gdn.triton import MAX_HEAD_DIM, Scratch, block_rows
+from ddtree_kernels.tree_gdn.triton import MAX_HEAD_DIM, Scratch, verify_scratch
 from torch import Tensor
 
 WORD = 32
@@ -51,12 +51,15 @@ class Layout:
     @property
     def shared_bytes(self) -> int:
         """Bytes of what the layers of a pass share, whatever their number."""
-        block = block_rows(self.width)
-        padded = -(-self.width // block) * block
-        floats = self.width * (padded + self.key_dim) + padded * block + 4 * padded
         words = self.width * (1 + -(-self.width // WORD))
         convolved = self.width * self.channels * self.dtype.itemsize
-        return self.rows * (self.value_heads * floats * 4 + words * 4 + convolved)
+        scratch = sum(one.nbytes for one in self.scratch("meta"))
+        return scratch + self.rows * (words * 4 + convolved)
+
+    def scratch(self, device: torch.device | str) -> Scratch:
+        """The verify kernel's buffers for all rows."""
+        shape = (self.rows, self.width, self.value_heads, self.value_dim)
+        return verify_scratch(torch.empty(1, device=device).expand(shape), self.key_dim)
 
     @property
     def total_bytes(self) -> int:
@@ -174,21 +177,13 @@ def _front(tensor: Tensor, width: int) -> Tensor:
 
 def _of_a_pass(layout: Layout, device: torch.device | str) -> dict[str, Any]:
     rows, width, channels = layout.rows, layout.width, layout.channels
-    block = block_rows(width)
-    padded = -(-width // block) * block
-    heads = layout.value_heads
 
     def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
-
-    def floats(*shape: int) -> Tensor:
-        return buffer(rows, heads, *shape, dtype=torch.float32)
 
     return {
         "parents": buffer(rows, width, dtype=torch.int32),
         "bits": buffer(rows, width, -(-width // WORD), dtype=torch.int32),
         "convolved": buffer(rows, width, channels, dtype=layout.dtype),
-        "scratch": Scratch(
-            floats(width, padded), floats(width, layout.key_dim), floats(padded, block), floats(4, padded)
-        ),
+        "scratch": layout.scratch(device),
     }

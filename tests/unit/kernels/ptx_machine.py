@@ -88,6 +88,10 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
 
 
+def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
 class Program:
     """A parsed kernel: instructions, labels, parameters."""
 
@@ -595,11 +599,23 @@ class Block:
             self.put(args[0], function(self.pred(args[1]), self.pred(args[2])), mask)
             return
         x, y = self.get(args[1], kind), self.get(args[2], kind)
+        if kind in ("bf16", "bf16x2", "f16x2"):
+            self.put(args[0], self._halves(kind, function, x, y), mask)
+            return
         if kind == "f32x2":
             x, y = x.view(np.float32), y.view(np.float32)
             self.put(args[0], np.ascontiguousarray(function(x, y)).view(np.uint64), mask)
             return
         self.put(args[0], function(x, y).astype(x.dtype), mask)
+
+    def _halves(self, kind, function, *operands):
+        """16-bit operands in float32, each result rounded once."""
+        if kind == "bf16":
+            return to_bf16(function(*((x.astype(np.uint32) << 16).view(np.float32) for x in operands)))
+        split = bf16_pair if kind == "bf16x2" else f16_pair
+        round_to = to_bf16 if kind == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
+        low, high = (round_to(function(*half)) for half in zip(*map(split, operands), strict=True))
+        return low | high.astype(np.uint32) << np.uint32(16)
 
     def op_add(self, parts, args, mask):
         self._binary(parts, args, mask, lambda x, y: x + y)
@@ -672,14 +688,22 @@ class Block:
             x, y, z = (self.get(t, kind).view(np.float32).astype(np.float64) for t in args[1:4])
             self.put(args[0], (x * y + z).astype(np.float32).view(np.uint64), mask)
             return
+        if kind in ("bf16", "bf16x2", "f16x2"):
+            operands = (self.get(t, kind) for t in args[1:4])
+            self.put(args[0], self._halves(kind, _fused, *operands), mask)
+            return
         x, y, z = (self.get(t, kind).astype(np.float64) for t in args[1:4])
         self.put(args[0], (x * y + z).astype(VIEWS[kind]), mask)
 
     def op_neg(self, parts, args, mask):
-        self.put(args[0], -self.get(args[1], parts[-1]), mask)
+        x = self.get(args[1], parts[-1])
+        sign = {"bf16": 0x8000, "bf16x2": 0x8000_8000, "f16x2": 0x8000_8000}.get(parts[-1])
+        self.put(args[0], -x if sign is None else x ^ x.dtype.type(sign), mask)
 
     def op_abs(self, parts, args, mask):
-        self.put(args[0], np.abs(self.get(args[1], parts[-1])), mask)
+        x = self.get(args[1], parts[-1])
+        rest = {"bf16": 0x7FFF, "bf16x2": 0x7FFF_7FFF, "f16x2": 0x7FFF_7FFF}.get(parts[-1])
+        self.put(args[0], np.abs(x) if rest is None else x & x.dtype.type(rest), mask)
 
     def op_ex2(self, parts, args, mask):
         self.put(args[0], np.exp2(self.get(args[1], "f32")), mask)
