@@ -123,13 +123,17 @@ def build_walk(place: Place) -> dict[str, Any]:
 
 
 def memory(place: Place) -> dict[str, Any]:
-    """What one request's verify keeps until its commit, and the scratch that all layers share."""
+    """What one request's verify keeps until its commit, and the scratch of verify and commit."""
+    from ddtree_kernels.commit.triton import commit_facts
     from ddtree_kernels.tree_gdn.triton import verify_scratch
 
     shape, width = place.shape, 64
     stash = shape.layers * width * (shape.channels + 2 * shape.value_heads) * 2
     like = torch.empty(1, width, shape.value_heads, shape.value_dim, device="meta")
-    scratch = sum(buffer.numel() * 4 for buffer in verify_scratch(like, shape.key_dim))
+    scratch = sum(buffer.nbytes for buffer in verify_scratch(like, shape.key_dim))
+    kept = torch.empty(shape.layers, 1, width, shape.channels, device="meta")
+    path = torch.empty(1, shape.block, device="meta")
+    scratch += commit_facts(kept, path, shape.value_heads, shape.heads).nbytes
     return {
         "figure": (stash + scratch) / MIB,
         "stash_mib": stash / MIB,

@@ -32,7 +32,7 @@ class CommitConfig:
     block_v: int = 32
     num_warps: int = 2
     block_steps: int = 16
-    conv_warps: int = 4
+    conv_warps: int = 2
     aside: bool = False
 
 

@@ -364,7 +364,7 @@ def picture(path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel(f"milliseconds for 48 layers, {report['hardware']}")
-    axes.legend(loc="lower right", fontsize=8)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     figure.savefig(path.with_suffix(".svg"))
 
 
