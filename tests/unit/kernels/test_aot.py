@@ -32,6 +32,25 @@ def test_what_does_not_fit_a_card_is_marked(shared, spill, fits):
     assert aot.Compiled("k", "l", "sm_120", shared, 255, spill, 1.0).fits is fits
 
 
+WARP_GROUP_PRODUCT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from compiled_dots import dot_kernel
+from ddtree_kernels import aot
+sizes = {"M": 64, "N": 64, "K": 64, "DOUBLED": 0, "X_TURNED": 0, "Y_TURNED": 0}
+types = {"x": "*bf16", "y": "*bf16", "out": "*fp32"}
+case = aot.Case(dot_kernel, "64", types, sizes, {"num_warps": 4})
+print([aot.compile_case(case, arch).fits for arch in aot.ARCHITECTURES])
+"""
+
+
+def test_a_kernel_that_multiplies_by_warp_groups_does_not_fit_hopper():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", WARP_GROUP_PRODUCT, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "[False, True]\n", done.stderr[-2000:]
+
+
 def test_every_shipped_width_is_covered():
     labels = {(case.kernel.__name__, case.label) for case in aot.cases()}
     for width in (8, 16, 32):
