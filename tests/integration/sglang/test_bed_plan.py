@@ -1,7 +1,8 @@
-"""The bed plan's command lines, through SGLang's resolution: it runs once, on a lent host."""
+"""The bed plans' command lines, through SGLang's resolution: on a GPU host a wrong one costs minutes."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ TOOLS = Path(__file__).parents[3] / "tools" / "gpu"
 sys.path.insert(0, str(TOOLS))
 
 import bed_plan  # noqa: E402 - the folder has to be found first
+import headline_plan  # noqa: E402
 from ddtree_engine.bed.folders import beds_of, write_folders  # noqa: E402
 from ddtree_engine.reference import pair_path  # noqa: E402
 
@@ -42,3 +44,24 @@ def test_the_three_servers_differ_in_nothing_but_their_weights(kind, name, folde
     if name == "dflash":
         assert view.speculative_algorithm == "DFLASH"
         assert view.speculative_num_draft_tokens == 16
+
+
+@pytest.mark.parametrize("name", ["ar", "dflash", "chain", "ddtree"])
+def test_the_headlines_arms_resolve_to_what_they_say(name, folder, plugin, monkeypatch):
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.server_args import prepare_server_args
+
+    arm = headline_plan.TREE if name == "ddtree" else headline_plan.LINEAR[name]
+    if arm.config is not None:
+        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
+    argv = headline_plan.launch_argv(folder, arm, 30300, headline_plan.SERVER)
+    record = prepare_server_args(argv[3:])
+    record.resolve_once()
+    record.check_server_args()
+    view = resolved_view(record)
+    assert (view.max_running_requests, view.max_mamba_cache_size) == (4, 8)
+    assert not view.disable_overlap_schedule
+    algorithms = {"ar": None, "dflash": "DFLASH", "chain": "DDTREE", "ddtree": "DDTREE"}
+    assert view.speculative_algorithm == algorithms[name]
+    if name != "ar":
+        assert view.speculative_num_draft_tokens == (64 if name == "ddtree" else 16)

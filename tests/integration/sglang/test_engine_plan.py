@@ -1,4 +1,4 @@
-"""The GPU plan's command lines, through SGLang's resolution: it runs once, on a lent host."""
+"""The GPU plan's command lines, through SGLang's resolution: on a GPU host a wrong one costs minutes."""
 
 import argparse
 import json

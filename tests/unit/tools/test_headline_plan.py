@@ -1,0 +1,138 @@
+"""What the headline plan measures and how it judges, on servers whose times and answers are known."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
+
+import headline_plan
+
+MS = {"linear": 20.0, "7": 20.2, "15": 20.4, "31": 21.0, "63": 22.0}
+ACCEPT = {"linear": 4, "7": 4, "15": 5, "31": 6, "63": 6}
+
+
+class Server:
+    """Answers at once; a prefill takes 50 ms, a step and what it accepts depend on the budget asked for."""
+
+    broken: frozenset[str] = frozenset()
+    started: list[Server] = []  # noqa: RUF012
+
+    def __init__(self, context, name, arm, port, argv):
+        self.name, self.arm, self.port, self.argv = name, arm, port, argv
+        self.ready_after, self.stopped = None, False
+        self.started.append(self)
+
+    def wait(self, limit):
+        self.ready_after = 1.0
+        return self.name not in self.broken
+
+    def why(self):
+        return "no error in the log"
+
+    def stop(self):
+        self.stopped = True
+
+    def get(self, path):
+        return json.dumps({"internal_states": [{"ddtree": {"widths": [8, 16, 32, 64]}}]})
+
+    def generate(self, ids, tokens, sampling):
+        custom = sampling.get("custom_params")
+        way = str(custom["ddtree_budget"]) if self.name == "ddtree" else "linear"
+        assert (custom is None) == (self.name != "ddtree")
+        accept = 1 if self.name == "ar" else ACCEPT[way]
+        steps = -(-(tokens - 1) // accept)
+        meta = {"e2e_latency": (50 + steps * MS[way]) / 1e3}
+        if self.name != "ar":
+            meta["spec_verify_ct"] = steps
+        return {"output_ids": [ids[0]] * tokens, "meta_info": meta}
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    options = argparse.Namespace(
+        out=tmp_path, minutes=60, rounds=3, tokens=121, pair=tmp_path, against="dflash", bundle=""
+    )
+    monkeypatch.setattr(headline_plan, "Server", Server)
+    monkeypatch.setattr(Server, "started", [])
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    prompts = [[number, 1, 2] for number in range(8)]
+    return headline_plan.HeadlineContext(options, site=tmp_path / "site", raw=raw, prompts=prompts)
+
+
+@pytest.mark.parametrize("linear", ["ar", "dflash", "chain"])
+def test_steps_and_throughput_of_every_budget_against_a_linear_arm(linear, context):
+    context.options.against = linear
+    assert headline_plan.serve(context, context.site) == []
+    context.save()
+    figures = headline_plan.figures_of(headline_plan.read(context.archive))
+    assert figures["linear"] == linear
+    assert figures["step_ratio"]["31"]["median"] == pytest.approx(1.05)
+    assert figures["step_ms"]["linear"] == pytest.approx(20.0)
+    alone = figures["in-flight-1"]
+    accept = 1 if linear == "ar" else 4
+    expected = (50 + 120 / accept * 20.0) / (50 + 120 / 6 * 21.0)
+    assert alone["groups"] == 8
+    assert alone["ratio"]["31"]["ratio"] == pytest.approx(expected)
+    # Every group gives the same ratio, so that the interval has no width.
+    assert [alone["ratio"]["31"][end] for end in ("low", "high")] == pytest.approx([expected] * 2)
+    assert alone["best"]["budget"] == 31
+    assert ("linear" in alone["accept_length"]) == (linear != "ar")
+    assert figures["in-flight-4"]["groups"] == 2
+    assert [server.port for server in Server.started] == [30300, 30330]
+    assert all(server.stopped for server in Server.started)
+
+
+def test_a_budget_is_picked_on_one_half_and_judged_on_the_other():
+    def group(slow):
+        return {
+            "linear": {"tokens": 100, "seconds": 1.0, "steps": 25},
+            "15": {"tokens": 100, "seconds": 2.0 if slow else 0.5, "steps": 20},
+            "31": {"tokens": 100, "seconds": 0.8, "steps": 20},
+        }
+
+    rows = [
+        {"group": number, "way": way, **row}
+        for number in range(6)
+        for way, row in group(slow=number % 2 == 1).items()
+    ]
+    best = headline_plan.throughput_figures(rows, ["15", "31"])["best"]
+    assert best == {"budget": 15, "ratio": 0.5, "low": 0.5, "high": 0.5}
+
+
+def test_the_interval_holds_what_changes_between_groups():
+    groups = [
+        {"linear": {"tokens": 100, "seconds": 1.0}, "15": {"tokens": 100, "seconds": 1.0 / speed}}
+        for speed in (0.8, 1.0, 1.2, 1.4)
+    ]
+    found = headline_plan.interval(groups, "15")
+    assert 0.8 <= found["low"] < found["ratio"] < found["high"] <= 1.4
+
+
+def test_a_group_that_not_every_way_was_asked_is_left_out():
+    rows = [
+        {"group": number, "way": way, "tokens": 100, "seconds": 1.0, "steps": 25}
+        for number in range(3)
+        for way in ("linear", "15")
+    ]
+    assert headline_plan.throughput_figures(rows[:-1], ["15"])["groups"] == 2
+
+
+def test_a_server_that_does_not_start_is_named_and_the_other_is_stopped(context, monkeypatch):
+    monkeypatch.setattr(Server, "broken", frozenset({"ddtree"}))
+    assert headline_plan.serve(context, context.site) == ["ddtree"]
+    assert [server.name for server in Server.started] == ["dflash", "ddtree"]
+    assert all(server.stopped for server in Server.started)
+
+
+def test_every_arm_is_served_by_the_beds_classes(context):
+    headline_plan.serve(context, context.site)
+    for server in Server.started:
+        environment = context.environment(server.arm, server.name)
+        assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "ddtree_engine.bed.sglang_models"
