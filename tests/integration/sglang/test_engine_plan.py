@@ -31,9 +31,9 @@ def resolve(argv, plugin):
 
 
 KINDS = """
-ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-cached tree32-pages
-tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy tree32-cached-wy
-tree64-widths tree64-widths-wy tree64-auto
+ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-log-float32 tree32-cached
+tree32-pages tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy
+tree32-cached-wy tree64-widths tree64-widths-wy tree64-auto
 """.split()  # noqa: SIM905
 
 

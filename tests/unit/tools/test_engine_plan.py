@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -80,6 +81,20 @@ def test_an_arm_that_does_not_start_stops_no_other_and_is_looked_into(context, m
     assert "tree16.diagnosis.json" not in found
     ways = json.loads(found["chain.diagnosis.json"])
     assert ways["no-graphs"] == ways["torch-builder"] == "serves"
+
+
+def test_the_servers_of_a_group_are_asked_side_by_side(context, monkeypatch):
+    work = arms.plan_of(["paths"])
+    together = threading.Barrier(len(work) - 1)
+
+    def greedy(context, server):
+        if server.name != next(iter(work)):
+            together.wait(timeout=60)
+        return {"by": server.name}
+
+    monkeypatch.setitem(workloads.WORKLOADS, "greedy", greedy)
+    assert runs.Run(context).all(work, [], diagnose=False) == []
+    assert {f"{arm}.greedy.json" for arm in work} <= set(kept(context))
 
 
 def test_what_fails_in_a_simpler_way_too_says_why(context, monkeypatch):

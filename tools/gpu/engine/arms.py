@@ -62,6 +62,7 @@ ARMS: dict[str, Arm] = {
     "tree32-spine": tree(32, "spine-first"),
     "tree64-spine": tree(64, "spine-first"),
     "tree32-log": tree(32, step_log="@steps"),
+    "tree32-log-float32": tree(32, step_log="@steps", flags=(*Arm.flags, "--dtype", "float32")),
     "tree32-fused-move": Arm(
         "DDTREE",
         32,
@@ -119,6 +120,8 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree32-fused-move": ["greedy", "info"],
     },
     "e": {"tree32-log": ["greedy", "info", "steps"]},
+    # The same without bfloat16's rounding: compare_steps.py --arm tree32-log-float32.
+    "e-float32": {"tree32-log-float32": ["greedy", "info", "steps"]},
     "f": {
         "tree32-spine": ["greedy", "info"],
         "tree64-spine": ["greedy", "info"],

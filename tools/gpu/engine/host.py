@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Context:
     raw: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="raw-")))
     # Of every run its own, so that archives of several runs do not overwrite each other's judgements.
     judge: str = field(default_factory=lambda: f"judge-{int(time.time())}")
+    # Servers are asked side by side: an archive holds no half of a file.
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def archive(self) -> Path:
@@ -86,18 +89,21 @@ class Context:
         return str(self.raw / (f"{name}.steps" if value == "@steps" else value[1:]))
 
     def keep(self, arm: str, workload: str, value: Any) -> None:
-        self.results.setdefault(arm, {})[workload] = value
-        (self.raw / f"{arm}.{workload}.json").write_text(json.dumps(value))
+        text = json.dumps(value)
+        with self.writing:
+            self.results.setdefault(arm, {})[workload] = value
+            (self.raw / f"{arm}.{workload}.json").write_text(text)
 
     def save(self, preset: int = 1) -> None:
         """Write the archive anew from all that there is; a plan that is killed later has lost nothing."""
         part = self.archive.with_name(self.archive.name + ".part")
-        with tarfile.open(part, "w:xz", preset=preset) as archive:
-            for name, content in self._files():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(content)
-                archive.addfile(entry, io.BytesIO(content))
-        part.replace(self.archive)
+        with self.writing:
+            with tarfile.open(part, "w:xz", preset=preset) as archive:
+                for name, content in self._files():
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+            part.replace(self.archive)
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
         for path in sorted(self.raw.rglob("*")):

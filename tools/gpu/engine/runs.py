@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 import traceback
 import urllib.error
@@ -76,23 +77,31 @@ class Run:
                 port = self.port()
                 argv = argv_of(self.context.options.pair, ARMS[name], port)
                 servers.append(Server(self.context, name, ARMS[name], port, argv))
-            for server in servers:
-                self._guarded(server.name, self._serve, server, work[server.name])
+            # Side by side: a server that waits for its turn holds up the next group.
+            with concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:
+                found = [pool.submit(self._serve, server, work[server.name]) for server in servers]
+            for server, future in zip(servers, found, strict=True):
+                self._guarded(server.name, self._served, server, future.result)
         finally:
             for server in servers:
                 if server is not self.reference:
                     server.stop()
 
-    def _serve(self, server: Server, workloads: list[str]) -> None:
+    def _serve(self, server: Server, workloads: list[str]) -> list[str]:
+        """Give a server its workloads; what failed. Plain decoding goes on: it may be the reference."""
         failed = serve(self.context, server, workloads)
-        self.failures += failed
-        if failed and (server.ended or server.ready_after is None):
+        dead = bool(failed) and (server.ended or server.ready_after is None)
+        if dead:
             self.broken[server.name] = cause(server.log.read_text(errors="replace"))
-        elif server.name.startswith("ar") and self.reference is None:
-            self.reference = server
-            return
-        server.stop()
+        if dead or not server.name.startswith("ar"):
+            server.stop()
         self.context.save()
+        return failed
+
+    def _served(self, server: Server, failed: Callable[[], list[str]]) -> None:
+        self.failures += failed()
+        if not server.ended and self.reference is None:
+            self.reference = server
 
     def _diagnose(self) -> None:
         """Look into causes not seen before, at once: what the next arms would only run into again."""
