@@ -166,7 +166,9 @@ def host_facts(context: Context) -> dict[str, Any]:
     ).stdout
     prompts = context.options.pair / "prompts.jsonl"
     facts["prompts_sha256"] = hashlib.sha256(prompts.read_bytes()).hexdigest()
-    facts |= {"python": platform.python_version(), "argv": sys.argv[1:], "time": time.time()}
+    # The host's folders say nothing about the run.
+    argv = ["OUT" if word == str(context.options.out) else word for word in sys.argv[1:]]
+    facts |= {"python": platform.python_version(), "argv": argv, "time": time.time()}
     print("host:", json.dumps(facts.get("versions") or facts), facts.get("cards"), flush=True)
     return facts
 
