@@ -358,7 +358,7 @@ def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
                 commit._commit_kernel,
                 f"K128 bf16 state {state}{' track' if track else ''}",
                 types | {"state_pool": f"*{state}"},
-                heads | {"TRACK": track, "ASIDE": DEFAULT.aside, "BK": 128, "BV": DEFAULT.block_v},
+                heads | {"TRACK": track, "BK": 128, "BV": DEFAULT.block_v},
                 {"num_warps": DEFAULT.num_warps, "num_stages": 1},
             )
 

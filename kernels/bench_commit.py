@@ -13,8 +13,6 @@ from ddtree_kernels.bench_timing import Place, relative_error, timed
 
 # Floats of a state that a thread of the replay may hold: fewer waste its keys, more spill.
 LEAST, MOST = 16, 128
-# Rows of a state that are also tried in the other order of multiplications.
-ASIDE = (16, 32, 64)
 
 
 def commit(place: Place) -> dict[str, Any]:
@@ -31,8 +29,7 @@ def commit_sweep(place: Place) -> dict[str, Any]:
     replays, convolutions = [], []
     for block_v, num_warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
         if LEAST <= block_v * place.shape.key_dim / (32 * num_warps) <= MOST or place.tiny:
-            config = replace(DEFAULT, block_v=block_v, num_warps=num_warps, aside=False)
-            replays += [config, replace(config, aside=True)] if block_v in ASIDE else [config]
+            replays.append(replace(DEFAULT, block_v=block_v, num_warps=num_warps))
     for block_steps, conv_warps in ((16, 4), (16, 2), (16, 8), (8, 1), (8, 2), (8, 4)):
         convolutions.append(replace(DEFAULT, block_steps=block_steps, conv_warps=conv_warps))
     if place.tiny:

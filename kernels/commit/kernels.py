@@ -14,9 +14,6 @@ import triton
 import triton.language as tl
 from ddtree_kernels.tree_conv.triton import silu
 
-# Below this a decay that is kept aside is multiplied in: its reciprocal must stay far from overflow.
-LEAST_ASIDE = tl.constexpr(2.0**-16)
-
 
 @triton.jit
 def _commit_conv_kernel(
@@ -195,7 +192,6 @@ def _commit_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     TRACK: tl.constexpr,
-    ASIDE: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
@@ -237,7 +233,6 @@ def _commit_kernel(
         tracked = (track >= 0) & (track <= count) & (target >= 0)
         end = tl.where(tracked, track, count)
     begin = count * 0
-    aside = count * 0.0 + 1.0
     for part in range(PARTS):
         # A step's inputs are loaded while the one before is computed: no load waits for the state.
         inside = begin < end
@@ -268,41 +263,23 @@ def _commit_kernel(
             f1 = k1.to(tl.float32)
             f2 = k2.to(tl.float32)
             f3 = k3.to(tl.float32)
-            if ASIDE:
-                aside *= decay
-                if aside < LEAST_ASIDE:
-                    s0 *= aside
-                    s1 *= aside
-                    s2 *= aside
-                    s3 *= aside
-                    aside = count * 0.0 + 1.0
-            else:
-                s0 *= decay
-                s1 *= decay
-                s2 *= decay
-                s3 *= decay
-                f0 *= scale
-                f1 *= scale
-                f2 *= scale
-                f3 *= scale
+            s0 *= decay
+            s1 *= decay
+            s2 *= decay
+            s3 *= decay
+            f0 *= scale
+            f1 *= scale
+            f2 *= scale
+            f3 *= scale
             products = s0 * f0[None, :] + s1 * f1[None, :] + s2 * f2[None, :] + s3 * f3[None, :]
             read = tl.sum(products, axis=1)
-            if ASIDE:
-                u = ((v.to(tl.float32) - read * (aside * scale)) * (beta * scale / aside))[:, None]
-            else:
-                u = ((v.to(tl.float32) - read) * beta)[:, None]
+            u = ((v.to(tl.float32) - read) * beta)[:, None]
             s0 += u * f0[None, :]
             s1 += u * f1[None, :]
             s2 += u * f2[None, :]
             s3 += u * f3[None, :]
             k0, k1, k2, k3, v = next_k0, next_k1, next_k2, next_k3, next_v
             decay, beta, scale = next_decay, next_beta, next_scale
-        if ASIDE:
-            s0 *= aside
-            s1 *= aside
-            s2 *= aside
-            s3 *= aside
-            aside = count * 0.0 + 1.0
         if TRACK:
             begin = end
             end = count

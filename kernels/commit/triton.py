@@ -25,15 +25,12 @@ class CommitConfig:
 
     block_v, num_warps      rows of a state that a program of the replay carries, and its warps
     block_steps, conv_warps accepted rows that a program of the convolution takes at a time, and its warps
-    aside                   keep what all of a state shares, the product of decays and a key's length, beside
-                            it: fewer multiplications, as precise, but in another order than a decode's
     """
 
     block_v: int = 32
     num_warps: int = 2
     block_steps: int = 16
     conv_warps: int = 2
-    aside: bool = False
 
 
 DEFAULT = CommitConfig()
@@ -278,7 +275,6 @@ def replay_unchecked(
         K=key_dim,
         V=value_dim,
         TRACK=track,
-        ASIDE=config.aside,
         BK=max(4, triton.next_power_of_2(key_dim)),
         BV=block_v,
         num_warps=config.num_warps,

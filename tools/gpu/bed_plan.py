@@ -175,11 +175,14 @@ def rounds(context: Context, dummy: Server, bed: Server) -> list[dict[str, Any]]
     return rows
 
 
-def timed(server: Server, prompt: list[int], tokens: int) -> Timed:
-    """From a short and a long answer to the same prompt: their difference has no prefill in it."""
+def timed(server: Server, prompt: list[int], tokens: int, **options: Any) -> Timed:
+    """From a short and a long answer to the same prompt: their difference has no prefill in it.
+
+    `options` go with both requests.
+    """
     seconds, steps = [], []
     for count in (SHORT, SHORT + tokens):
-        meta = server.generate(prompt, count)["meta_info"]
+        meta = server.generate(prompt, count, **options)["meta_info"]
         seconds.append(meta["e2e_latency"])
         steps.append(meta.get("spec_verify_ct") or count - 1)
     taken = steps[1] - steps[0]

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bed_plan import LONGEST, PACKAGE, SHORT, STEPS, BedContext, Timed, write_bed
+from bed_plan import LONGEST, PACKAGE, STEPS, BedContext, timed, write_bed
 from engine.arms import BLOCK, Arm, launch_argv, tree
 from engine.host import ROOT
 from engine.servers import START_LIMIT, Server
@@ -154,25 +154,14 @@ def step_rounds(context: HeadlineContext, ways: list[Way]) -> list[dict[str, flo
             break
         row = {}
         for label, server, sampling in rng.sample(ways, len(ways)):
-            row[label] = timed(server, prompt, tokens[label], sampling).ms
+            row[label] = timed(server, prompt, tokens[label], sampling=sampling).ms
         rows.append(row)
     return rows
 
 
 def _enough_tokens(server: Server, prompt: list[int], sampling: dict[str, Any]) -> int:
-    warm = timed(server, prompt, STEPS, sampling)
+    warm = timed(server, prompt, STEPS, sampling=sampling)
     return min(LONGEST, max(STEPS, round(STEPS * STEPS / warm.steps)))
-
-
-def timed(server: Server, prompt: list[int], tokens: int, sampling: dict[str, Any]) -> Timed:
-    """From a short and a long answer to the same prompt: their difference has no prefill in it."""
-    seconds, steps = [], []
-    for count in (SHORT, SHORT + tokens):
-        meta = server.generate(prompt, count, sampling=sampling)["meta_info"]
-        seconds.append(meta["e2e_latency"])
-        steps.append(meta.get("spec_verify_ct") or count - 1)
-    taken = steps[1] - steps[0]
-    return Timed(1e3 * (seconds[1] - seconds[0]) / taken, taken)
 
 
 def throughput(context: HeadlineContext, ways: list[Way], size: int) -> list[dict[str, Any]]:

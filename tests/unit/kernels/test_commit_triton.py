@@ -115,12 +115,12 @@ def test_every_cut_of_a_state_gives_the_same_state(block_v):
 
 
 @pytest.mark.parametrize("decay", [None, -4.0, -200.0])
-def test_decays_kept_beside_a_state_lose_nothing(decay):
-    """From hardly any decay, over what fits between two multiplications, to states that vanish in a step."""
+def test_decays_lose_nothing(decay):
+    """From hardly any decay to states that vanish in a step."""
     path = torch.tensor([[0, 2, 3, 6, 1, 4, 5], list(range(7))])
     track = {"track_counts": torch.tensor([3, 5]), "track_slots": torch.tensor([0, 1])}
     cases = layers(1, decay=decay)
-    check(*run_both(cases, path, torch.tensor([7, 5]), CommitConfig(aside=True), **track))
+    check(*run_both(cases, path, torch.tensor([7, 5]), CommitConfig(), **track))
 
 
 def test_a_commit_overwrites_keys_and_values_of_its_path_and_nothing_else():
