@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
 """What a tree is worth at 27B cost: arms of the bed in turns, two servers on one card.
 
-    python3 tools/gpu/headline_plan.py --against dflash --out $OUT
-    python3 tools/gpu/headline_plan.py --against ar --out $OUT
+    python3 tools/gpu/headline_plan.py --against dflash,ar --costs results/h200-27b/costs.json --out $OUT
+    python3 tools/gpu/headline_plan.py --against chain --out $OUT
     python3 tools/gpu/headline_plan.py --judge OUT/headline.tar.xz
 
-One server is the linear arm (`ar`; `dflash` on SGLang's kernels; `chain`, DFlash's chain on ours), the other
-DDTREE with `state: wy` and several widths, whose budget every request names. All are asked the same prompts,
-alone and several at a time, and for the time of a step, each in turns. With 54 GB an arm two servers fit on a
-card of 139 GiB, so each linear arm is a run of its own. Needs what `bed_plan.py` needs; raw answers and logs
-go to `<out>/headline.tar.xz`, `figures.json` in it has:
+One server is a linear arm (`ar`; `dflash` on SGLang's kernels; `chain`, DFlash's chain on ours), the other
+DDTREE with `state: wy` and several widths, whose budget every request names (`auto`, with a table of costs).
+All are asked the same prompts, alone and several at a time, and for the time of a step, each in turns. With
+54 GB an arm two servers fit on a card of 139 GiB: of several linear arms the second takes the first one's
+place when that has been asked. Needs what `bed_plan.py` needs; raw answers and logs go to
+`<out>/headline.tar.xz`, `figures.json` in it has for each linear arm:
 
     step_ratio   by budget: a step of DDTREE over one of the linear arm, median of the rounds, lowest, highest
     throughput   by budget and requests in flight: tokens a second over the linear arm's, with a 95 % interval
                  over prompts
     best         the budget that is best on every other prompt, judged on the rest
+    auto         tokens a second over those of the budget that was best in hindsight
+    differences  against `ar`: where greedy tokens first part, and whether that was a near-tie: the logits of
+                 the two no further apart than twice what two right executions of one prefix differ by
 """
 
 from __future__ import annotations
@@ -24,23 +28,23 @@ import concurrent.futures
 import json
 import os
 import random
-import statistics
 import sys
 import tarfile
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bed_plan import LONGEST, PACKAGE, STEPS, BedContext, timed, write_bed
+from bed_plan import LONGEST, PACKAGE, BedContext, timed, write_bed
 from engine.arms import BLOCK, Arm, launch_argv, tree
+from engine.headline_figures import figures_of
 from engine.host import ROOT
 from engine.servers import START_LIMIT, Server
 
-WIDTHS = (8, 16, 32, 64)
+WIDTHS = (16, 32, 64)
 ENVIRONMENT = (("SGLANG_EXTERNAL_MODEL_PACKAGE", PACKAGE),)
 LINEAR = {"ar": Arm(), "dflash": Arm("DFLASH"), "chain": tree(BLOCK, topk=1, state="wy")}
-TREE = tree(max(WIDTHS), state="wy", widths=list(WIDTHS))
 IN_FLIGHT = (1, 4)
 SERVER = """
 --host 127.0.0.1 --attention-backend triton --sampling-backend pytorch --linear-attn-backend triton
@@ -48,7 +52,16 @@ SERVER = """
 --max-running-requests 4 --cuda-graph-bs-decode 1 2 4 --mem-fraction-static 0.9 --max-total-tokens 16384
 --max-mamba-cache-size 8 --mamba-ssm-dtype float32 --disable-prefill-cuda-graph --watchdog-timeout 900
 """.split()  # noqa: SIM905 - as it is typed
-DRAWS = 2000
+# Of a step time; all ways take turns, so each is short.
+STEPS = 128
+# Seconds kept for each linear arm that is still to come, and of its start.
+LATER, LATER_START = 150, 70
+# Candidates asked for where two answers part.
+BEST = 16
+NOISE_PROMPTS, NOISE_PLACE = 16, 24
+
+# Seconds left below which a linear arm's turn ends.
+Floor = float
 
 
 class HeadlineContext(BedContext):
@@ -57,6 +70,15 @@ class HeadlineContext(BedContext):
     @property
     def archive(self) -> Path:
         return Path(self.options.out) / "headline.tar.xz"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of getting tokens: `server` and the sampling parameters that ask it for that."""
+
+    label: str
+    server: Server
+    sampling: dict[str, Any]
 
 
 def main() -> int:
@@ -71,7 +93,7 @@ def main() -> int:
     try:
         context.prepare()
         failures += serve(context, write_bed(context))
-        figures = figures_of(context.results["headline"]) if "headline" in context.results else {}
+        figures = figures_of(context.results)
         (context.raw / "figures.json").write_text(json.dumps(figures, indent=1))
         print(json.dumps(figures, indent=1), flush=True)
     finally:
@@ -84,7 +106,8 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--against", choices=list(LINEAR), default="dflash", help="the linear arm")
+    add("--against", default="dflash", help="linear arms, one after the other: " + ", ".join(LINEAR))
+    add("--costs", type=Path, metavar="FILE", help="step costs by width and batch: adds the way `auto`")
     add("--judge", type=Path, metavar="ARCHIVE", help="print the figures of a finished run")
     add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
     add("--pair", type=Path, default=ROOT / "engine_patch/reference/pair", help="the small pair")
@@ -95,96 +118,150 @@ def parse_options() -> argparse.Namespace:
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=128)
     add("--rounds", type=int, default=8, help="of step times, all budgets in each")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.against = options.against.split(",")
+    if unknown := set(options.against) - set(LINEAR):
+        parser.error(f"--against: found {', '.join(sorted(unknown))}, allowed are {', '.join(LINEAR)}")
+    if options.costs is not None:
+        if not options.costs.is_file():
+            parser.error(f"--costs: found no file {options.costs}")
+        options.costs = options.costs.resolve()
+    return options
+
+
+def tree_arm(costs: Path | None) -> Arm:
+    """DDTREE with all budgets in one server."""
+    more: dict[str, Any] = {} if costs is None else {"budget": "auto", "costs": str(costs)}
+    return tree(max(WIDTHS), state="wy", widths=list(WIDTHS), **more)
 
 
 def serve(context: HeadlineContext, folder: Path) -> list[str]:
-    """Start the two servers, one after the other, and ask them; what failed."""
-    name = context.options.against
-    arms = {name: LINEAR[name], "ddtree": TREE}
+    """The trees' server beside one linear arm after the other; what failed."""
     servers: dict[str, Server] = {}
+    ports = iter(range(30300, 30600, 30))
+    names = context.options.against
     try:
-        # One after the other: the first fills the caches of compiled kernels and takes its memory.
-        for port, (label, arm) in zip((30300, 30330), arms.items(), strict=True):
-            with_bed = replace(arm, environment=ENVIRONMENT)
-            argv = launch_argv(folder, with_bed, port, SERVER)
-            servers[label] = Server(context, label, with_bed, port, argv)
-            if not servers[label].wait(min(START_LIMIT, context.seconds_left() - 60)):
-                print(f"{label}: NOT READY\n{servers[label].why()}", flush=True)
-                return [label]
-            print(f"{label}: ready after {servers[label].ready_after:.0f} s", flush=True)
-        ways = ways_of(servers[name], servers["ddtree"])
-        context.keep("headline", "about", {"linear": name, "widths": WIDTHS})
-        context.keep("headline", "steps", step_rounds(context, ways))
-        for size in IN_FLIGHT:
-            context.keep("headline", f"in-flight-{size}", throughput(context, ways, size))
-            context.save()
-        info = json.loads(servers["ddtree"].get("/server_info"))["internal_states"][0]
-        context.keep("headline", "ddtree", info.get("ddtree"))
+        for number, name in enumerate(names):
+            later = len(names) - number - 1
+            floor = 20.0 + LATER * later
+            if number and context.seconds_left() < floor + LATER_START + 30:
+                context.left_over += names[number:]
+                return []
+            servers[name] = start(context, folder, name, LINEAR[name], next(ports))
+            # The first linear arm alone: it fills the caches of compiled kernels and takes its memory.
+            if "ddtree" not in servers:
+                trees = tree_arm(context.options.costs)
+                servers["ddtree"] = start(context, folder, "ddtree", trees, next(ports))
+            measure(context, name, ways_of(context, servers[name], servers["ddtree"]), floor)
+            servers.pop(name).stop()
+        context.keep(
+            "ddtree", "info", json.loads(servers["ddtree"].get("/server_info"))["internal_states"][0]
+        )
+    except NotReady as error:
+        print(error, flush=True)
+        return [error.name]
     except (OSError, ValueError, KeyError) as error:
         print(f"FAILED {type(error).__name__}: {error}", flush=True)
         traceback.print_exc(limit=-3)
         return [name]
     finally:
-        for server in servers.values():
+        for server in [*servers.values()]:
             server.stop()
     return []
 
 
-# A way: its label, the server that serves it and the sampling parameters that ask for it.
-Way = tuple[str, Server, dict[str, Any]]
+class NotReady(Exception):
+    """A server that did not start."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(f"{server.name}: NOT READY\n{server.why()}")
+        self.name = server.name
 
 
-def ways_of(linear: Server, trees: Server) -> list[Way]:
-    """The linear arm, then every budget."""
-    budgets = [width - 1 for width in WIDTHS]
-    asked: list[Way] = [(str(b), trees, {"custom_params": {"ddtree_budget": b}}) for b in budgets]
-    return [("linear", linear, {}), *asked]
+def start(context: HeadlineContext, folder: Path, name: str, arm: Arm, port: int) -> Server:
+    """A server that answers. Raises `NotReady`, the server stopped."""
+    with_bed = replace(arm, environment=ENVIRONMENT)
+    server = Server(context, name, with_bed, port, launch_argv(folder, with_bed, port, SERVER))
+    if not server.wait(min(START_LIMIT, context.seconds_left() - 30)):
+        server.stop()
+        raise NotReady(server)
+    print(f"{name}: ready after {server.ready_after:.0f} s", flush=True)
+    return server
 
 
-def step_rounds(context: HeadlineContext, ways: list[Way]) -> list[dict[str, float]]:
+def ways_of(context: HeadlineContext, linear: Server, trees: Server) -> list[Way]:
+    """The linear arm, every budget and, where there are costs, the server's own choice."""
+    names = [str(width - 1) for width in WIDTHS]
+    asked: list[Any] = [width - 1 for width in WIDTHS]
+    if context.options.costs is not None:
+        names.append("auto")
+        asked.append("auto")
+    pairs = zip(names, asked, strict=True)
+    return [
+        Way("linear", linear, {}),
+        *(Way(name, trees, {"custom_params": {"ddtree_budget": budget}}) for name, budget in pairs),
+    ]
+
+
+def measure(context: HeadlineContext, name: str, ways: list[Way], floor: Floor) -> None:
+    """Everything against one linear arm, most important first, until `floor` seconds are left."""
+    context.keep(name, "about", {"linear": name, "budgets": [way.label for way in ways[1:]]})
+    context.keep(name, "steps", step_rounds(context, ways, floor + 60))
+    context.save()
+    for size in IN_FLIGHT:
+        rows = throughput(context, name, ways, size, floor)
+        context.keep(name, f"in-flight-{size}", rows)
+        context.save()
+        if name == "ar" and size == 1:
+            context.keep(name, "noise", list(noise_rows(context, ways, floor)))
+            context.keep(name, "differences", list(differences(context, ways[0].server, rows, floor)))
+
+
+def step_rounds(context: HeadlineContext, ways: list[Way], floor: Floor) -> list[dict[str, float]]:
     """Milliseconds of a step at batch 1, all ways in every round, in an order that changes."""
     rng = random.Random(0)
     prompt = [rng.randrange(4, 4096) for _ in range(200)]
-    tokens = {label: _enough_tokens(server, prompt, sampling) for label, server, sampling in ways}
+    tokens = {way.label: _enough_tokens(way, prompt) for way in ways}
     rows = []
     for number in range(context.options.rounds):
-        if context.seconds_left() < 120:
+        if context.seconds_left() < floor:
             context.left_over.append(f"step rounds from {number}")
             break
         row = {}
-        for label, server, sampling in rng.sample(ways, len(ways)):
-            row[label] = timed(server, prompt, tokens[label], sampling=sampling).ms
+        for way in rng.sample(ways, len(ways)):
+            row[way.label] = timed(way.server, prompt, tokens[way.label], sampling=way.sampling).ms
         rows.append(row)
     return rows
 
 
-def _enough_tokens(server: Server, prompt: list[int], sampling: dict[str, Any]) -> int:
-    warm = timed(server, prompt, STEPS, sampling=sampling)
+def _enough_tokens(way: Way, prompt: list[int]) -> int:
+    warm = timed(way.server, prompt, STEPS, sampling=way.sampling)
     return min(LONGEST, max(STEPS, round(STEPS * STEPS / warm.steps)))
 
 
-def throughput(context: HeadlineContext, ways: list[Way], size: int) -> list[dict[str, Any]]:
+def throughput(
+    context: HeadlineContext, name: str, ways: list[Way], size: int, floor: Floor
+) -> list[dict[str, Any]]:
     """Groups of `size` prompts at once, every way on one group before the next, in an order that changes."""
     rng = random.Random(size)
     groups = [context.prompts[i : i + size] for i in range(0, len(context.prompts) - size + 1, size)]
+    for way in ways:  # unmeasured: the first of a size may compile
+        together(context, way, groups[0])
     rows = []
     for number, group in enumerate(groups):
-        if context.seconds_left() < 45:
-            context.left_over.append(f"{size} in flight from group {number}")
+        if context.seconds_left() < floor + 25:
+            context.left_over.append(f"{name}: {size} in flight from group {number}")
             break
-        for label, server, sampling in rng.sample(ways, len(ways)):
-            rows.append({"group": number, "way": label, **together(context, server, group, sampling)})
+        for way in rng.sample(ways, len(ways)):
+            rows.append({"group": number, "way": way.label, **together(context, way, group)})
     return rows
 
 
-def together(
-    context: HeadlineContext, server: Server, prompts: list[list[int]], sampling: dict[str, Any]
-) -> dict[str, Any]:
+def together(context: HeadlineContext, way: Way, prompts: list[list[int]]) -> dict[str, Any]:
     """One request a prompt, all at once: the longest time, tokens, steps and texts."""
 
     def ask(ids: list[int]) -> Any:
-        return server.generate(ids, context.options.tokens, sampling=sampling)
+        return way.server.generate(ids, context.options.tokens, sampling=way.sampling)
 
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(ask, prompts))
@@ -196,79 +273,72 @@ def together(
     }
 
 
-def read(archive: Path) -> dict[str, Any]:
-    """What an archive holds of the run."""
-    prefix, suffix = "headline.", ".json"
-    found = {}
+def noise_rows(context: HeadlineContext, ways: list[Way], floor: Floor) -> Iterator[dict[str, Any]]:
+    """One prefix in right executions: a plain decode, and a prefill on either server."""
+    linear, trees = ways[0].server, ways[1].server
+    for prompt in context.prompts[:NOISE_PROMPTS]:
+        if context.seconds_left() < floor:
+            return
+        asked = {"return_logprob": True, "top_logprobs_num": BEST}
+        decoded = linear.generate(prompt, NOISE_PLACE + 1, **asked)
+        prefix = prompt + decoded["output_ids"][:NOISE_PLACE]
+        yield {
+            "decode": decoded["meta_info"]["output_top_logprobs"][NOISE_PLACE],
+            "prefill": _best(linear, prefix),
+            "together": _best(trees, prefix),
+        }
+
+
+def differences(
+    context: HeadlineContext, plain: Server, rows: list[dict[str, Any]], floor: Floor
+) -> Iterator[dict[str, Any]]:
+    """Where a way's greedy tokens first leave plain decoding's, and what the target says of the two tokens.
+
+    Answers of other linear arms to the same prompts are held against it as well, as `linear` of their name.
+    """
+    answers: dict[tuple[int, str], list[int]] = {
+        (row["group"], row["way"]): row["output_ids"][0] for row in rows
+    }
+    for name, found in context.results.items():
+        if name != "ar":
+            answers |= {
+                (row["group"], name): row["output_ids"][0]
+                for row in found.get("in-flight-1", [])
+                if row["way"] == "linear"
+            }
+    asked: dict[tuple[int, int], Any] = {}
+    for (group, way), tokens in sorted(answers.items()):
+        truth = answers.get((group, "linear"))
+        if truth is None or way == "linear":
+            continue
+        place = next((i for i, two in enumerate(zip(truth, tokens, strict=True)) if two[0] != two[1]), None)
+        row = {"group": group, "way": way, "place": place}
+        if place is not None:
+            if (group, place) not in asked:
+                if context.seconds_left() < floor:
+                    return
+                asked[group, place] = _best(plain, context.prompts[group] + truth[:place])
+            row |= {"tokens": [truth[place], tokens[place]], "best": asked[group, place]}
+        yield row
+
+
+def _best(server: Server, ids: list[int]) -> Any:
+    """The best next tokens of a prefill, as [log-probability, token, text]."""
+    answer = server.generate(ids, 1, return_logprob=True, top_logprobs_num=BEST)
+    return answer["meta_info"]["output_top_logprobs"][0]
+
+
+def read(archive: Path) -> dict[str, dict[str, Any]]:
+    """What an archive holds of the run: arm -> workload -> value."""
+    found: dict[str, dict[str, Any]] = {}
     with tarfile.open(archive) as tar:
         for entry in tar:
-            if entry.name.startswith(prefix) and entry.name.endswith(suffix):
+            arm, _, rest = entry.name.partition(".")
+            if (arm in LINEAR or arm in ("ddtree", "host")) and rest.endswith(".json"):
                 file = tar.extractfile(entry)
                 assert file is not None
-                found[entry.name[len(prefix) : -len(suffix)]] = json.loads(file.read())
+                found.setdefault(arm, {})[rest.removesuffix(".json")] = json.loads(file.read())
     return found
-
-
-def figures_of(results: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run (see this file's head)."""
-    figures: dict[str, Any] = {"linear": results["about"]["linear"]}
-    budgets = [str(width - 1) for width in results["about"]["widths"]]
-    steps = results.get("steps") or []
-    if steps:
-        figures["step_ms"] = {way: statistics.median(row[way] for row in steps) for way in steps[0]}
-        ratios = {budget: [row[budget] / row["linear"] for row in steps] for budget in budgets}
-        figures["step_ratio"] = {
-            budget: {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
-            for budget, found in ratios.items()
-        }
-    for size in IN_FLIGHT:
-        rows = results.get(f"in-flight-{size}") or []
-        if rows:
-            figures[f"in-flight-{size}"] = throughput_figures(rows, budgets)
-    return figures
-
-
-def throughput_figures(rows: list[dict[str, Any]], budgets: list[str]) -> dict[str, Any]:
-    """Ratios by budget over all groups, and the best budget of even groups judged on odd ones."""
-    complete = _by_group(rows, ["linear", *budgets])
-    halves = ([g for g in complete if not g % 2], [g for g in complete if g % 2])
-    found: dict[str, Any] = {"groups": len(complete)}
-    found["accept_length"] = {
-        way: sum(g[way]["tokens"] for g in complete.values()) / steps
-        for way in ("linear", *budgets)
-        if (steps := sum(g[way]["steps"] for g in complete.values()))
-    }
-    found["ratio"] = {budget: interval(list(complete.values()), budget) for budget in budgets}
-    if all(halves):
-        picked, judged = ([complete[g] for g in half] for half in halves)
-        best = max(budgets, key=lambda budget: ratio(picked, budget))
-        found["best"] = {"budget": int(best), **interval(judged, best)}
-    return found
-
-
-def _by_group(rows: list[dict[str, Any]], ways: list[str]) -> dict[int, dict[str, dict[str, Any]]]:
-    groups: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], {})[row["way"]] = row
-    return {number: group for number, group in groups.items() if set(ways) <= set(group)}
-
-
-def ratio(groups: list[dict[str, dict[str, Any]]], way: str) -> float:
-    """Tokens a second of a way over those of the linear arm, over these groups."""
-
-    def rate(label: str) -> float:
-        tokens = sum(group[label]["tokens"] for group in groups)
-        return float(tokens / sum(group[label]["seconds"] for group in groups))
-
-    return rate(way) / rate("linear")
-
-
-def interval(groups: list[dict[str, dict[str, Any]]], way: str) -> dict[str, float]:
-    """The ratio with its 95 % bootstrap interval over groups of prompts."""
-    rng = random.Random(0)
-    draws = sorted(ratio(rng.choices(groups, k=len(groups)), way) for _ in range(DRAWS))
-    low, high = draws[round(0.025 * DRAWS)], draws[round(0.975 * DRAWS) - 1]
-    return {"ratio": ratio(groups, way), "low": low, "high": high}
 
 
 if __name__ == "__main__":
