@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddtree_ops.cli import common
+from ddtree_ops.errors import BadInput
 
 if TYPE_CHECKING:
     from ddtree_ops.schemas.sweep import Sweep
@@ -55,6 +56,17 @@ CALIBRATE_EPILOG = """
 ddtree bench calibrate --out calibration.json
 
 ddtree bench calibrate --url http://127.0.0.1:30003 --dataset code.jsonl
+"""
+
+COSTS_EPILOG = """
+[bold]Examples[/bold]
+
+ddtree bench costs http://127.0.0.1:30003
+
+ddtree bench costs http://127.0.0.1:30003 --budget 15,31,63 --concurrency 1,2,4,8 --out costs.json
+
+The server has to take a budget with every request: one of several widths, or the embedded engine. Nothing
+else may use it meanwhile. The file is what budget "auto" needs (key `costs`, docs/engine-sglang.md).
 """
 
 
@@ -189,6 +201,36 @@ def calibrate(
         threads=threads or 1,
     )
     run_calibration(job, out, common.sink(context))
+
+
+@app.command(epilog=COSTS_EPILOG)
+def costs(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(help="A running server.")],
+    out: Annotated[Path, typer.Option("--out", help="The table to write.")] = Path("costs.json"),
+    budget: common.Budgets = None,
+    concurrency: common.Concurrencies = None,
+    dataset: common.Dataset = None,
+    max_tokens: common.MaxTokens = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=100, help="Measurements of a point.")] = 5,
+    dry_run: common.DryRun = False,
+) -> None:
+    """Time a step at every budget and batch size of one server; its policy picks widths by that."""
+    from ddtree_ops.bench.costs import CostsJob, run_costs
+    from ddtree_ops.bench.dataset import PAIR
+
+    batches = common.integers("--concurrency", concurrency, "whole numbers, 1 to 256") or [1, 2, 4, 8]
+    if wrong := [batch for batch in batches if not 1 <= batch <= 256]:
+        raise BadInput.at(file=None, key="--concurrency", found=wrong[0], allowed="whole numbers, 1 to 256")
+    job = CostsJob(
+        url=url,
+        budgets=common.integers("--budget", budget, common.ALL_BUDGETS),
+        batches=batches,
+        dataset=dataset or PAIR,
+        tokens=max_tokens or 128,
+        rounds=rounds,
+    )
+    run_costs(job, out, common.sink(context), dry_run=dry_run)
 
 
 def _sweep(context: typer.Context, options: dict[str, Any]) -> None:
