@@ -3,13 +3,15 @@
     python -m ddtree_kernels.aot [--arch 90 120] [--json FILE] [--write docs/kernels.md]
 
 Needs triton (its wheel brings ptxas) and no GPU. Fails where a kernel asks for more than 99 KB of shared
-memory a block, which is what sm_120 has, where registers spill, or where Hopper's wgmma comes in: ptxas 12.8,
-which Triton 3.6 calls for sm_90, gives it wrong operand descriptors in some kernels.
+memory a block, which is what sm_120 has, where registers spill, or where Hopper's wgmma comes in unasked:
+ptxas 12.8, which Triton 3.6 calls for sm_90, gives it wrong operand descriptors in some kernels. Those that
+are launched with a newer one (`ddtree_kernels.toolchain`) are compiled with it here, for Hopper alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -24,7 +26,8 @@ from typing import Any
 SHARED_MEMORY_LIMIT = 101376
 # The generated part of the documentation.
 BEGIN, END = "<!-- aot table: begin -->", "<!-- aot table: end -->"
-ARCHITECTURES = (90, 120)
+HOPPER = 90
+ARCHITECTURES = (HOPPER, 120)
 # Kernels with wgmma whose results were those of the reference on an H200, element for element.
 EQUAL_ON_A_CARD = ("ancestor_bits",)
 
@@ -38,6 +41,12 @@ class Case:
     types: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, Any]
+    # For Hopper alone, assembled by a ptxas that is right about its warp groups.
+    warp_groups: bool = False
+
+    @property
+    def architectures(self) -> tuple[int, ...]:
+        return (HOPPER,) if self.warp_groups else ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in cases():
         if chosen.only not in f"{case.kernel.__name__} {case.label}":
             continue
-        for arch in chosen.arch:
+        for arch in (one for one in chosen.arch if one in case.architectures):
             row = compile_case(case, arch)
             rows.append(row)
             mark = "" if row.fits else "  <- does not fit"
@@ -148,6 +157,10 @@ def _verify_cases() -> Iterator[Case]:
 
     for width in (8, 16, 32):
         yield _fused_case(gdn, width, 128, "fp32", "bf16")
+    for width, heads in ((16, 192), (32, 384)):
+        yield _fused_case(gdn, width, 128, "fp32", "bf16", heads)
+    for width, heads, state in ((64, 48, "fp32"), (64, 96, "fp32"), (64, 48, "bf16"), (64, 96, "bf16")):
+        yield _fused_case(gdn, width, 128, state, "bf16", heads)
     for dim, state, dtype in ((128, "bf16", "bf16"), (256, "fp32", "bf16"), (256, "fp32", "fp32")):
         yield _fused_case(gdn, 32, dim, state, dtype)
     for width in (64, 128):
@@ -167,24 +180,25 @@ def _verify_cases() -> Iterator[Case]:
     yield _scan_case(gdn, 256, "fp32")
 
 
-def _fused_case(gdn: Any, width: int, dim: int, state: str, dtype: str) -> Case:
-    config = gdn.fused_config(width, dim, dim, 4 if dtype == "fp32" else 2)
-    block = 16 if width <= 16 else 32
+def _fused_case(gdn: Any, width: int, dim: int, state: str, dtype: str, heads: int = 48) -> Case:
+    config = gdn.fused_config(width, dim, dim, 4 if dtype == "fp32" else 2, heads)
     constants = {
         "GROUP": 3,
         "K": dim,
         "V": dim,
         "KC": config.chunk,
         "BK": config.block_k,
-        "BQ": block,
-        "LEVELS": block.bit_length() - 1,
-        "WORDS": 1,
+        "BQ": gdn.padded_rows(width),
+        "WORDS": (width + 31) // 32,
         "BV": config.block_v,
         "PRECISION": config.precision,
+        "PTXAS": "",
     }
-    label, options = f"Q{width} K{dim} {dtype} state {state}", {"num_warps": config.num_warps}
+    label = f"Q{width} K{dim} {dtype} state {state}{f' {heads} heads' if heads != 48 else ''}"
+    options = {"num_warps": config.num_warps, "num_stages": 1}
     types = _verify_types(state, dtype)
-    return Case(gdn._tree_gdn_fused_kernel, label, types, constants, options | {"num_stages": 1})
+    hopper = width > gdn.SMALL_WIDTH
+    return Case(gdn._tree_gdn_fused_kernel, label, types, constants, options, warp_groups=hopper)
 
 
 def _verify_types(state: str, dtype: str) -> dict[str, str]:
@@ -366,6 +380,7 @@ def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
 def compile_case(case: Case, arch: int) -> Compiled:
     """Compile one configuration for sm_`arch` and read its resources from ptxas."""
     import triton
+    from ddtree_kernels import toolchain
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -382,9 +397,11 @@ def compile_case(case: Case, arch: int) -> Compiled:
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, attributes)
     start = time.perf_counter()
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
+    newer = toolchain.right_ptxas() if case.warp_groups else None
+    with toolchain.assembled_by(newer[0]) if newer else contextlib.nullcontext():
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
     seconds = time.perf_counter() - start
-    registers, spill = _resources(compiled.asm["ptx"], arch)
+    registers, spill = _resources(compiled.asm["ptx"], arch, newer[0] if newer else None)
     name = case.kernel.__name__.strip("_").removesuffix("_kernel")
     return Compiled(
         name,
@@ -394,11 +411,11 @@ def compile_case(case: Case, arch: int) -> Compiled:
         registers,
         spill,
         round(seconds, 1),
-        wgmma=name not in EQUAL_ON_A_CARD and "wgmma.mma_async" in compiled.asm["ptx"],
+        wgmma="wgmma.mma_async" in compiled.asm["ptx"] and name not in EQUAL_ON_A_CARD and newer is None,
     )
 
 
-def _resources(ptx: str, arch: int) -> tuple[int, int]:
+def _resources(ptx: str, arch: int, newer: str | None) -> tuple[int, int]:
     import triton
 
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -407,7 +424,7 @@ def _resources(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        ptxas = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+        ptxas = newer or folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
         command = [ptxas, "-v", "--gpu-name", target[1], file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", report)

@@ -26,8 +26,16 @@ def verify(place: Place, batch: int, width: int, exact: bool = False, config: An
     shape, batch, width = place.shape, place.batches(batch), place.widths(width)
     inputs = random_inputs(shape, batch, width, place.device)
     bits = ancestor_bits(inputs.parents)
-    config = config or gdn.config_of(width, shape.key_dim, shape.value_dim, exact)
     out = torch.empty_like(inputs.qkv(0)[2].contiguous())
+    config = config or gdn.config_of(
+        width,
+        shape.key_dim,
+        shape.value_dim,
+        exact,
+        out.element_size(),
+        heads=batch * shape.value_heads,
+        device=place.device,
+    )
     scratch = gdn.verify_scratch(out, shape.key_dim)
     scale = shape.key_dim**-0.5
 

@@ -1,12 +1,12 @@
-"""The WY form of trees of up to 32 nodes in one launch: a program solves a tree and streams value channels.
+"""The WY form of trees of up to 64 nodes in one launch: a program solves a tree and streams value channels.
 
 M, q' and the output are those of `ddtree_kernels.tree_gdn.triton`, in registers instead of scratch memory.
-T is built from the diagonal outwards: with T_s the inverse of the diagonal blocks of s rows and A_s the part
-of A that couples the two halves of each block of 2 s rows,
+(I + A)^-1 starts from its diagonal blocks of 16 rows, T, by substitution. With N = T (A less these blocks),
+which couples blocks and is nilpotent by at most four of them,
 
-    T_2s = T_s - T_s A_s T_s            T_1 = I
+    (I + A)^-1 = (I + N)^-1 T = (I + N^2) (I - N) T
 
-Every factor is an inverse of a diagonal block or a part of A, hence bounded; no power of A is formed.
+Every factor is an inverse of a diagonal block or a bounded sum of its products; the only power is N^2.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -17,23 +17,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ddtree_kernels.tree_gdn.products import dot, dot_stored
-from ddtree_kernels.tree_gdn.wy_kernels import _decay, _gate_rows, _products, _rows, _seen
+from ddtree_kernels.tree_gdn.wy_kernels import _decay, _gate_rows, _products, _rows
 
 
 @triton.jit
-def _doubled_inverse(A, BQ: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower triangular A [BQ, BQ], BQ = 2^LEVELS, by doubling diagonal blocks."""
-    row = tl.arange(0, BQ)[:, None]
-    column = tl.arange(0, BQ)[None, :]
-    # Blocks that are inverted already, and A where it is still needed: they do not overlap.
-    X = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -A, A))
-    for level in tl.range(1, LEVELS, loop_unroll_factor=1, disable_licm=True):
-        done = row >> level == column >> level
-        coupling = (row >> (level + 1) == column >> (level + 1)) & (row >> level > column >> level)
-        T = tl.where(done, X, 0.0)
-        step = dot(T, dot(tl.where(coupling, X, 0.0), T, PRECISION), PRECISION)
-        X = tl.where(coupling, -step, X)
-    return X
+def _words(bits, rows, Q, WORDS: tl.constexpr, BQ: tl.constexpr):
+    """The rows' ancestors as one or two words of 32 bits."""
+    first = tl.load(bits + rows * WORDS, mask=rows < Q, other=0)
+    second = first
+    if BQ == 64:
+        second = tl.load(bits + rows * WORDS + 1, mask=(rows < Q) & (WORDS > 1), other=0)
+    return first, second
+
+
+@triton.jit
+def _path_sums(first, second, exact, rest, BQ: tl.constexpr):
+    """Log decays summed over every row's path, in both parts: down the ancestors, which stays in a thread."""
+    ancestor = tl.arange(0, BQ)
+    word = tl.where((ancestor < 32)[:, None], first[None, :], second[None, :])
+    seen = ((word >> (ancestor % 32)[:, None]) & 1) != 0
+    return (
+        tl.sum(tl.where(seen, exact[:, None], 0.0), axis=0),
+        tl.sum(tl.where(seen, rest[:, None], 0.0), axis=0),
+    )
+
+
+@triton.jit
+def _inverse(A, BQ: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 for strictly lower triangular A [BQ, BQ]: substitution in 16 rows, then bounded products."""
+    BLOCKS: tl.constexpr = BQ // 16
+    block = tl.arange(0, BLOCKS)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(A, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros((BLOCKS, 16, 16), tl.float32)
+    for i in tl.range(1, 16, loop_unroll_factor=1, disable_licm=True):
+        factors = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
+        update = tl.sum(factors[:, :, None] * inverse, axis=1)
+        inverse = tl.where(row == i, inverse - update[:, None, :], inverse)
+    T = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (BQ, BQ))
+    if BQ > 16:
+        part = tl.arange(0, BQ) // 16
+        N = dot(T, tl.where(part[:, None] != part[None, :], A, 0.0), PRECISION)
+        T -= dot(N, T, PRECISION)
+        if BQ == 64:
+            # (I + N)^-1 = (I + N^2)(I - N): N couples four blocks.
+            T += dot(dot(N, N, PRECISION), T, PRECISION)
+    return T
 
 
 @triton.jit
@@ -42,10 +73,13 @@ def _tree_gdn_fused_kernel(
     stride_an, stride_aq, stride_bn, stride_bq, stride_qn, stride_qq, stride_kn, stride_kq,
     stride_vn, stride_vq, stride_slot, stride_on, stride_oq, stride_slots,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KC: tl.constexpr, BK: tl.constexpr,
-    BQ: tl.constexpr, LEVELS: tl.constexpr, WORDS: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BQ: tl.constexpr, WORDS: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    PTXAS: tl.constexpr,
 ):  # fmt: skip
-    """All nodes of a head and BV of its value channels."""
+    """All nodes of a head and BV of its value channels.
+
+    PTXAS names the assembler where it matters, so that no cache gives back what another one made.
+    """
     head = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + request * stride_slots).to(tl.int64)
@@ -60,15 +94,19 @@ def _tree_gdn_fused_kernel(
     rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     rows = tl.arange(0, BQ)
-
-    beta, exact, rest = _gate_rows(a, b, rate, bias, rows, Q, stride_aq, stride_bq)
-    seen = _seen(bits + request * Q * WORDS, rows, 0, Q, WORDS, BQ)
-    exact = tl.sum(tl.where(seen, exact[None, :], 0.0), axis=1)
-    rest = tl.sum(tl.where(seen, rest[None, :], 0.0), axis=1)
-    decay = _decay(seen, exact, rest, exact, rest)
+    beta = tl.zeros((BQ,), tl.float32)
+    exact = tl.zeros((BQ,), tl.float32)
+    rest = tl.zeros((BQ,), tl.float32)
+    # A loop of one round: without it the compiler does the gates again in every layout they are used in.
+    for _ in range(1 + (Q >> 16)):
+        beta, exact, rest = _gate_rows(a, b, rate, bias, rows, Q, stride_aq, stride_bq)
+    first, second = _words(bits + request * Q * WORDS, rows, Q, WORDS, BQ)
+    exact, rest = _path_sums(first, second, exact, rest, BQ)
+    word = tl.where((rows < 32)[None, :], first[:, None], second[:, None])
+    decay = _decay(((word >> (rows % 32)[None, :]) & 1) != 0, exact, rest, exact, rest)
     A, k_norm = _products(k, rows, stride_kq, k, rows, stride_kq, Q, K, KC, BQ, PRECISION)
     A *= decay * (beta * k_norm)[:, None] * k_norm[None, :]
-    T = _doubled_inverse(tl.where(rows[:, None] > rows[None, :], A, 0.0), BQ, LEVELS, PRECISION)
+    T = _inverse(tl.where(rows[:, None] > rows[None, :], A, 0.0), BQ, PRECISION)
     P, q_norm = _products(q, rows, stride_qq, k, rows, stride_kq, Q, K, KC, BQ, PRECISION)
     q_norm *= scale
     P *= decay * q_norm[:, None] * k_norm[None, :]

@@ -7,15 +7,16 @@ below the diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's 
     q'  = exp(G_i) q_i - M diag(exp(G_j)) k_j     [Q, K]
     o   = M v + q' S0                             two products, streamed over tiles of V
 
-No state is written. Trees of up to 32 nodes take one launch, whose programs solve a tree again for every tile
-of value channels: small trees leave cores idle that do it for nothing, and a launch less counts. Wider trees
-are solved once per request and head, in three launches (invert diagonal blocks, respond, stream).
+No state is written. Trees of up to 32 nodes, and of up to 64 on Hopper, take one launch, whose programs solve
+a tree again for every tile of value channels: that is less than going through memory, and small batches leave
+cores idle that do it for nothing. Wider trees are solved once per request and head, in three launches (invert
+diagonal blocks, respond, stream).
 
 **Why it is stable.** M[i, j] is the response of node i to a unit write at node j, q'_i that of node i to the
 prefix state: products of decays and of the contractions I - beta k k^T, so |M| <= beta and |q'_i| <= |q_i|,
 however correlated the keys are. The inverses of the diagonal blocks have the same bound. They are built by
-forward substitution in blocks of 16 rows and one doubling, whose factors are all inverses of diagonal blocks
-and hence bounded too; no power of L is ever formed.
+forward substitution in blocks of 16 rows, which are then joined by products of bounded factors; no power of L
+is ever formed.
 
 **Precision.** k and v enter products as they are stored: for bfloat16 inputs `k k^T` and `q k^T` are exact
 products summed in float32 and normalised afterwards, and the float32 factors M are split into two 16-bit
@@ -40,6 +41,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import triton
+from ddtree_kernels import toolchain
 from ddtree_kernels.ancestry import DepthFirst
 from ddtree_kernels.ancestry.triton import ancestor_bits, depth_first
 from ddtree_kernels.checks import expect_dense, expect_shape
@@ -57,8 +59,9 @@ from torch import Tensor
 
 MAX_WIDTH = 128
 MAX_HEAD_DIM = 256
-# Nodes that one launch solves, and rows of a block of wider trees.
-FUSED_WIDTH = BLOCK_ROWS = 32
+# Most nodes that one launch solves, on any card and at all; rows of a block of wider trees.
+SMALL_WIDTH, FUSED_WIDTH = 32, 64
+BLOCK_ROWS = 32
 # How far |q'|^2 |S0|^2 / K may pass |o|^2 before a tile's tf32 product is done again. Truncating both factors
 # costs about 1e-3 of their product, so at 4 (twice the length) the output keeps 2e-3.
 CANCELLING = 4.0
@@ -88,11 +91,11 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """How the one launch of a tree of up to 32 nodes is cut and rounded.
+    """How the one launch of a tree of up to 64 nodes is cut and rounded.
 
     block_v, block_k  as in `VerifyConfig`
     chunk             key channels of q and k taken at a time
-    num_warps         one for 16 rows: more would do the same rows again
+    num_warps         at most one for 16 rows, unless columns are to be shared
     precision         all products that are not exact as stored
     """
 
@@ -123,23 +126,54 @@ class Scratch(NamedTuple):
 
 
 def config_of(
-    width: int, key_dim: int, value_dim: int, exact: bool = False, element_size: int = 2
+    width: int,
+    key_dim: int,
+    value_dim: int,
+    exact: bool = False,
+    element_size: int = 2,
+    *,
+    heads: int = 48,
+    device: torch.device | None = None,
 ) -> VerifyConfig | FusedConfig:
-    """The launch configuration of the kernels that this width takes."""
-    if width <= FUSED_WIDTH:
-        return fused_config(width, key_dim, value_dim, element_size)
+    """The launch configuration of the kernels that this width takes on this card (default: any)."""
+    if takes_one_launch(width, key_dim, value_dim, element_size, device):
+        return fused_config(width, key_dim, value_dim, element_size, heads)
     return verify_config(key_dim, value_dim, exact)
 
 
-def fused_config(width: int, key_dim: int, value_dim: int, element_size: int = 2) -> FusedConfig:
-    """That of a tree of up to 32 nodes; `element_size` is q's bytes an element."""
+def takes_one_launch(
+    width: int, key_dim: int, value_dim: int, element_size: int, device: torch.device | None
+) -> bool:
+    """Whether a tree of this width is solved in one launch; above 32 nodes that is only known of Hopper."""
+    if width <= SMALL_WIDTH:
+        return True
+    fits = width <= FUSED_WIDTH and element_size == 2 and max(key_dim, value_dim) <= 128
+    return fits and device is not None and toolchain.runs_warp_groups(device)
+
+
+def fused_config(
+    width: int, key_dim: int, value_dim: int, element_size: int = 2, heads: int = 48
+) -> FusedConfig:
+    """That of one launch, as measured on an H200 among those that spill on no card that they are for.
+
+    element_size is q's bytes an element; heads are all requests' value heads. The more there are, the more
+    value channels a program takes: it solves its tree once for all of them.
+    """
     padded_k, padded_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    small, narrow = width <= 16, element_size == 2
+    narrow = element_size == 2
+    if width <= 16:
+        few = narrow and heads <= 96
+        block_v, block_k, num_warps = (16, 64, 1) if few else (32, 32, 1)
+    elif width <= SMALL_WIDTH:
+        many = narrow and heads > 256
+        block_v, block_k, num_warps = (128, 32, 4) if many else (64, 64 if narrow else 32, 2)
+    else:
+        block_v, block_k, num_warps = (64, 64, 4) if heads <= 64 else (128, 32, 4)
     return FusedConfig(
-        block_v=min(32 if small else 64, padded_v),
-        block_k=min(32 if small or not narrow else 64, padded_k),
+        block_v=min(block_v, padded_v),
+        block_k=min(block_k, padded_k),
         chunk=min(64 if narrow else 16, padded_k),
-        num_warps=1 if small else 2,
+        num_warps=num_warps,
     )
 
 
@@ -204,14 +238,19 @@ def tree_gdn_verify(
         return tree_gdn_scan_unchecked(
             a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
         )
-    fused = width <= FUSED_WIDTH
-    config = config or config_of(width, key_dim, value_dim, exact, q.element_size())
-    if isinstance(config, FusedConfig) != fused:
+    config = config or config_of(
+        width, key_dim, value_dim, exact, q.element_size(), heads=batch * v.shape[2], device=v.device
+    )
+    allowed: set[type] = {VerifyConfig} if width > FUSED_WIDTH else {FusedConfig}
+    if SMALL_WIDTH < width <= FUSED_WIDTH:
+        allowed = {VerifyConfig, FusedConfig}
+    if type(config) not in allowed:
+        names = " or ".join(sorted(one.__name__ for one in allowed))
         raise KernelInputError(
-            f"config: found {type(config).__name__}, allowed is "
-            f"{'FusedConfig' if fused else 'VerifyConfig'} for a tree of {width} nodes"
+            f"config: found {type(config).__name__}, allowed is {names} for a tree of {width} nodes"
         )
-    scratch = verify_scratch(v, key_dim) if scratch is None else scratch
+    if scratch is None:
+        scratch = verify_scratch(v, key_dim)
     return tree_gdn_verify_unchecked(
         a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config, recomputed
     )
@@ -239,7 +278,12 @@ def tree_gdn_verify_unchecked(
     `scratch` is `verify_scratch`; one serves all layers of a step.
     """
     if isinstance(config, FusedConfig):
-        return _fused(a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scale, config)
+        inputs = a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scale, config
+        if v.shape[1] <= SMALL_WIDTH or not toolchain.is_hopper(v.device):
+            return _fused(*inputs)
+        path, version = toolchain.right_ptxas() or ("", "")
+        with toolchain.assembled_by(path):
+            return _fused(*inputs, ptxas=version)
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     blocks = triton.cdiv(width, BLOCK_ROWS)
@@ -331,10 +375,10 @@ def _fused(
     out: Tensor,
     scale: float,
     config: FusedConfig,
+    ptxas: str = "",
 ) -> Tensor:
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    block = 16 if width <= 16 else FUSED_WIDTH
     _tree_gdn_fused_kernel[(triton.cdiv(value_dim, config.block_v), heads, batch)](
         a,
         b,
@@ -368,24 +412,29 @@ def _fused(
         V=value_dim,
         KC=config.chunk,
         BK=config.block_k,
-        BQ=block,
-        LEVELS=block.bit_length() - 1,
+        BQ=padded_rows(width),
         WORDS=bits.shape[2],
         BV=config.block_v,
         PRECISION=config.precision,
+        PTXAS=ptxas,
         num_warps=config.num_warps,
         num_stages=1,
     )
     return out
 
 
+def padded_rows(width: int) -> int:
+    """Rows of a tree of up to 64 nodes in one launch."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
 def verify_scratch(v: Tensor, key_dim: int) -> Scratch:
     """Buffers for `tree_gdn_verify_unchecked`: 2.8 MiB for one request of 64 nodes at HV 48, K 128.
 
-    Without a request's place for trees of up to 32 nodes, which need none.
+    Without a request's place for trees of up to 32 nodes, which need none on any card.
     """
     batch, width, heads, _ = v.shape
-    batch = batch if width > FUSED_WIDTH else 0
+    batch = batch if width > SMALL_WIDTH else 0
     columns = triton.cdiv(width, BLOCK_ROWS) * BLOCK_ROWS
 
     def buffer(*shape: int) -> Tensor:

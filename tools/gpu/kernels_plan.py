@@ -174,7 +174,7 @@ def launches(tiny: bool) -> dict[str, Callable[[], Any]]:
         ("one-stage", replace(EXACT, num_stages=1)),
         ("no-detect", replace(FAST, detect=False)),
     ):
-        named[f"variant-{label}"] = lambda config=config: verify(5, config=config)
+        named[f"variant-{label}"] = lambda config=config: verify(70, config=config)
     return named
 
 

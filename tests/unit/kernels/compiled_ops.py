@@ -46,16 +46,16 @@ def verify(width, inputs=None, **options):
     return relative(out, expected)
 
 
-def adversarial(exact):
+def adversarial(exact, width=70):
     """A chain of keys that hardly differ, strong writes, next to no decay: squaring fails on it."""
-    parents = torch.arange(40)[None] - 1
+    parents = torch.arange(width)[None] - 1
     inputs = bench_inputs.adversarial_inputs(SHAPE, parents, 0.99, 0.98, -1e-3, torch.device("cpu"))
-    return verify(40, inputs, exact=exact)
+    return verify(width, inputs, exact=exact)
 
 
 def cancelling():
     """A large state that queries and keys do not meet: tf32 alone would be wrong in the second digit."""
-    inputs = bench_inputs.random_inputs(SHAPE, 1, 35, torch.device("cpu"), layers=1)
+    inputs = bench_inputs.random_inputs(SHAPE, 1, 66, torch.device("cpu"), layers=1)
     channels = SHAPE.heads * SHAPE.key_dim
     # Keys and queries of a few directions only, and a state across them.
     few = torch.randn(4, channels, generator=torch.Generator().manual_seed(0))
@@ -66,7 +66,7 @@ def cancelling():
     across = inputs.state_pool.double()
     across = across - (across @ basis) @ basis.T
     inputs.state_pool.copy_(200 * across)
-    return verify(35, inputs)
+    return verify(66, inputs)
 
 
 def conv():
@@ -127,10 +127,12 @@ def ancestry():
 OPERATIONS = {
     "verify": lambda: verify(5),
     "verify-two-warps": lambda: verify(30),
-    "verify-wide": lambda: verify(40),
-    "verify-exact": lambda: verify(40, exact=True),
+    "verify-four-warps": lambda: verify(40),
+    "verify-wide": lambda: verify(70),
+    "verify-exact": lambda: verify(70, exact=True),
     "verify-scan": lambda: verify(9, form="scan"),
     "adversarial": lambda: adversarial(exact=False),
+    "adversarial-four-warps": lambda: adversarial(exact=False, width=64),
     "adversarial-exact": lambda: adversarial(exact=True),
     "cancelling": cancelling,
     "conv": conv,

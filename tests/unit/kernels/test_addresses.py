@@ -17,10 +17,12 @@ from .ptx_machine import MachineError, Memory, launch
 BOUNDS = {
     "verify": 2e-5,
     "verify-two-warps": 2e-5,
+    "verify-four-warps": 2e-5,
     "verify-wide": 1e-3,
     "verify-exact": 2e-5,
     "verify-scan": 2e-6,
     "adversarial": 1e-3,
+    "adversarial-four-warps": 2e-5,
     "adversarial-exact": 2e-5,
     "cancelling": 3e-3,
     "conv": 1e-5,
@@ -30,15 +32,20 @@ BOUNDS = {
 }
 
 
-def test_compiled_operations_stay_within_their_allocations_and_are_right():
+# Only Hopper multiplies by warp groups, in products of 64 rows.
+HOPPER = ("verify-four-warps", "adversarial-four-warps")
+
+
+@pytest.mark.parametrize(("arch", "names"), [("120", tuple(BOUNDS)), ("90", HOPPER)])
+def test_compiled_operations_stay_within_their_allocations_and_are_right(arch, names):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compiled_ops.py")), "120", *BOUNDS]
+    command = [sys.executable, str(Path(__file__).with_name("compiled_ops.py")), arch, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = {}
     for line in done.stdout.splitlines():
         errors |= json.loads(line)
-    assert set(errors) == set(BOUNDS)
+    assert set(errors) == set(names)
     for name, error in errors.items():
         assert error <= BOUNDS[name], name
 

@@ -10,16 +10,22 @@ from ddtree_kernels.ancestry import ancestor_bits_naive, depth_first_naive
 from ddtree_kernels.ancestry.triton import ancestor_bits, depth_first
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn import tree_gdn_verify_naive
-from ddtree_kernels.tree_gdn.triton import FUSED_WIDTH, fused_config, tree_gdn_verify, verify_config
+from ddtree_kernels.tree_gdn.triton import (
+    FUSED_WIDTH,
+    SMALL_WIDTH,
+    fused_config,
+    tree_gdn_verify,
+    verify_config,
+)
 
 from .cases import SHAPES, layer, parents_of, relative_error
 
 
-def plain_products(case):
+def plain_products(case, widest=FUSED_WIDTH):
     """The configuration of this case with float32 products, which show an algorithm's own error."""
     _, _, key_dim, value_dim = case.sizes
     width = case.x.shape[1]
-    if width <= FUSED_WIDTH:
+    if width <= widest:
         config = fused_config(width, key_dim, value_dim, case.x.element_size())
         return replace(config, precision="ieee")
     config = verify_config(key_dim, value_dim)
@@ -40,6 +46,13 @@ def check(case, bound=2e-6, **options):
 @pytest.mark.parametrize("width", [1, 8, 16, 31, 64])
 def test_outputs_equal_forked_states(shape, width):
     check(layer(shape, width=width, heads=1, value_heads=2, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("width", [33, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_launches_equal_forked_states_where_one_is_not_taken(shape, width):
+    case = layer(shape, width=width, heads=1, value_heads=2, dtype=torch.float32)
+    check(case, config=plain_products(case, widest=SMALL_WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,7 @@ def test_a_permutation_of_slots_changes_nothing():
     assert torch.equal(once, again)
 
 
-@pytest.mark.parametrize("width", [8, 40])
+@pytest.mark.parametrize("width", [8, 40, 70])
 def test_other_tile_sizes_change_nothing(width):
     sizes = {"batch": 1, "heads": 1, "value_heads": 2, "key_dim": 40, "value_dim": 48}
     case = layer("random", width=width, **sizes, dtype=torch.float32)
@@ -192,9 +205,9 @@ def cancelling_case(width):
 
 
 def test_tiles_whose_state_product_cancels_are_found_and_done_again():
-    case, count = cancelling_case(width=40), torch.zeros(1, dtype=torch.int32)
+    case, count = cancelling_case(width=70), torch.zeros(1, dtype=torch.int32)
     tree_gdn_verify(*case.verify_args(case.x), recomputed=count)
-    assert count == 2
+    assert count == 3
     check(case, bound=1e-3, exact=False)
 
 
@@ -203,16 +216,20 @@ def test_small_trees_keep_the_digits_of_a_state_product_that_cancels():
 
 
 def test_tiles_of_usual_inputs_are_not_done_again():
-    case = layer("random", batch=1, width=40, key_dim=32, value_dim=32, dtype=torch.float32)
+    case = layer("random", batch=1, width=70, key_dim=32, value_dim=32, dtype=torch.float32)
     count = torch.zeros(1, dtype=torch.int32)
     tree_gdn_verify(*case.verify_args(case.x), recomputed=count)
     assert count == 0
 
 
-def test_a_configuration_of_the_other_kernels_is_refused():
-    case = layer("random", width=8, dtype=torch.float32)
-    with pytest.raises(KernelInputError, match="config: found VerifyConfig, allowed is FusedConfig"):
-        tree_gdn_verify(*case.verify_args(case.x), config=verify_config(16, 16))
+@pytest.mark.parametrize(
+    ("width", "config", "allowed"),
+    [(65, fused_config(64, 16, 16), "VerifyConfig"), (8, verify_config(16, 16), "FusedConfig")],
+)
+def test_a_configuration_of_the_other_kernels_is_refused(width, config, allowed):
+    case = layer("random", width=width, dtype=torch.float32)
+    with pytest.raises(KernelInputError, match=f"config: found .*Config, allowed is {allowed} for"):
+        tree_gdn_verify(*case.verify_args(case.x), config=config)
 
 
 def scan_case(shape, width=8):
