@@ -154,9 +154,8 @@ def serve(context: HeadlineContext, folder: Path) -> list[str]:
                 servers["ddtree"] = start(context, folder, "ddtree", trees, next(ports))
             measure(context, name, ways_of(context, servers[name], servers["ddtree"]), floor)
             servers.pop(name).stop()
-        context.keep(
-            "ddtree", "info", json.loads(servers["ddtree"].get("/server_info"))["internal_states"][0]
-        )
+        info = json.loads(servers["ddtree"].get("/server_info"))["internal_states"][0]
+        context.keep("ddtree", "info", info.get("ddtree"))
     except NotReady as error:
         print(error, flush=True)
         return [error.name]
