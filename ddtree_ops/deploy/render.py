@@ -36,6 +36,13 @@ START_PERIOD_S = 3600.0
 #: Batch sizes up to this have a graph each, larger ones every so many.
 SMALL_BATCHES = 8
 MODES = {Arm.SHADOW: "shadow", Arm.DDTREE: "tree", Arm.UNSAFE: "unsafe"}
+#: NVLink multicast stays off: what NCCL, torch's symmetric memory (SGLang's own all-reduce stands on it) and
+#: NVSHMEM have of it.
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,9 @@ def _common(service: Service, port: int) -> list[str]:
         "--random-seed": 0,
     }
     argv = [str(part) for pair in options.items() for part in pair]
+    if service.tp > 1:
+        # Else SGLang turns it on by itself for this model on some cards: multicast, another order of sums.
+        argv.append("--enforce-disable-flashinfer-allreduce-fusion")
     return [
         *argv,
         "--cuda-graph-bs-decode",
@@ -248,14 +258,15 @@ def _plugin_config(service: Service, calibration: Path | None) -> dict[str, Any]
 
 
 def nccl_environment(replica: Replica, cards: Sequence[Card]) -> dict[str, str]:
-    """Settings for GPUs that talk over PCIe; nothing where a replica has one GPU.
+    """How the GPUs of a replica talk; nothing where it has one. `env` of the service goes over it.
 
-    A level that is too high can deadlock, so SYS is for GPUs of several NUMA nodes only.
+    A level that is too high can deadlock over PCIe, so SYS is for GPUs of several NUMA nodes only.
     """
     if len(replica.gpus) < 2:
         return {}
     nodes = {card.numa for card in cards if card.uuid in replica.gpus}
-    return {"NCCL_P2P_LEVEL": "SYS" if len(nodes) > 1 else "PHB", "NCCL_IB_DISABLE": "1"}
+    level = "SYS" if len(nodes) > 1 else "PHB"
+    return {"NCCL_P2P_LEVEL": level, "NCCL_IB_DISABLE": "1", **WITHOUT_MULTICAST}
 
 
 def _checkpoint(

@@ -15,6 +15,7 @@ SERVICES = [
     {"name": "shadow", "arm": "shadow", "budget": 63},
     {"name": "tree", "arm": "ddtree", "budget": 31},
     {"name": "wrong", "arm": "unsafe", "budget": 15, "allow_hybrid_unsafe": True},
+    {"name": "wide", "arm": "ddtree", "budget": 31, "tp": 2},
 ]
 
 #: Because there are no weights, no tokenizer and no card here.
@@ -61,3 +62,7 @@ def test_sglang_takes_the_rendered_options_and_says_what_readiness_will_ask(name
     assert (found.host, found.port, found.enable_metrics) == ("127.0.0.1", replica.port, True)
     assert found.speculative_draft_model_path == (None if name == "plain" else str(pair["drafter"]))
     assert found.disable_flashinfer_autotune
+    # Of all that SGLang has for several GPUs, what would use multicast.
+    assert found.flashinfer_allreduce_fusion_backend is None
+    assert not any((found.enable_nccl_nvls, found.enable_symm_mem, found.enable_torch_symm_mem))
+    assert found.enforce_disable_flashinfer_allreduce_fusion == (name == "wide")

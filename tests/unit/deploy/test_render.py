@@ -184,6 +184,22 @@ def test_only_replicas_of_several_gpus_get_settings_for_nccl() -> None:
     assert nccl_environment(single, cards()) == {}
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_multicast_between_gpus_is_off_wherever_there_are_several(tp: int) -> None:
+    service = {"name": "tree", "arm": "ddtree", "budget": 31, "port": 30031, "tp": tp}
+    spec = rendered(cluster([service]), "tree")
+    off = {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+    assert {name: spec.env[name] for name in off if name in spec.env} == (off if tp > 1 else {})
+    assert ("--enforce-disable-flashinfer-allreduce-fusion" in spec.argv) == (tp > 1)
+    assert len(spec.gpus) == tp
+    wanted = {**service, "env": {"NCCL_NVLS_ENABLE": "1"}}
+    assert rendered(cluster([wanted]), "tree").env["NCCL_NVLS_ENABLE"] == "1"
+
+
 def test_what_the_file_says_comes_last() -> None:
     service = {"name": "x", "arm": "ar", "port": 30001, "extra_args": ["--reasoning-parser", "qwen3"]}
     service |= {"env": {"NCCL_P2P_LEVEL": "PXB", "HF_HUB_OFFLINE": "0"}, "shm_gib": 8, "stop_timeout_s": 7}
