@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bed_plan import LONGEST, PACKAGE, BedContext, timed, write_bed
+from bed_plan import LONGEST, PACKAGE, SHORT, BedContext, Timed, timed, write_bed
 from engine.arms import BLOCK, Arm, launch_argv, tree
 from engine.headline_figures import figures_of
 from engine.host import ROOT
@@ -45,12 +45,10 @@ from engine.servers import START_LIMIT, Server
 WIDTHS = (16, 32, 64)
 ENVIRONMENT = (("SGLANG_EXTERNAL_MODEL_PACKAGE", PACKAGE),)
 LINEAR = {"ar": Arm(), "dflash": Arm("DFLASH"), "chain": tree(BLOCK, topk=1, state="wy")}
-IN_FLIGHT = (1, 4)
 SERVER = """
 --host 127.0.0.1 --attention-backend triton --sampling-backend pytorch --linear-attn-backend triton
 --grammar-backend none --skip-tokenizer-init --context-length 2048 --random-seed 1 --disable-radix-cache
---max-running-requests 4 --cuda-graph-bs-decode 1 2 4 --mem-fraction-static 0.9 --max-total-tokens 16384
---max-mamba-cache-size 8 --mamba-ssm-dtype float32 --disable-prefill-cuda-graph --watchdog-timeout 900
+--mem-fraction-static 0.9 --mamba-ssm-dtype float32 --disable-prefill-cuda-graph --watchdog-timeout 900
 """.split()  # noqa: SIM905 - as it is typed
 # Of a step time; all ways take turns, so each is short.
 STEPS = 128
@@ -107,6 +105,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--against", default="dflash", help="linear arms, one after the other: " + ", ".join(LINEAR))
+    add(
+        "--in-flight",
+        default="1,4",
+        help="requests at once, most important first; pools are made for the most",
+    )
     add("--costs", type=Path, metavar="FILE", help="step costs by width and batch: adds the way `auto`")
     add("--judge", type=Path, metavar="ARCHIVE", help="print the figures of a finished run")
     add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
@@ -120,6 +123,7 @@ def parse_options() -> argparse.Namespace:
     add("--rounds", type=int, default=8, help="of step times, all budgets in each")
     options = parser.parse_args()
     options.against = options.against.split(",")
+    options.in_flight = [int(size) for size in options.in_flight.split(",")]
     if unknown := set(options.against) - set(LINEAR):
         parser.error(f"--against: found {', '.join(sorted(unknown))}, allowed are {', '.join(LINEAR)}")
     if options.costs is not None:
@@ -180,12 +184,23 @@ class NotReady(Exception):
 def start(context: HeadlineContext, folder: Path, name: str, arm: Arm, port: int) -> Server:
     """A server that answers. Raises `NotReady`, the server stopped."""
     with_bed = replace(arm, environment=ENVIRONMENT)
-    server = Server(context, name, with_bed, port, launch_argv(folder, with_bed, port, SERVER))
+    argv = launch_argv(folder, with_bed, port, server_options(max(context.options.in_flight)))
+    server = Server(context, name, with_bed, port, argv)
     if not server.wait(min(START_LIMIT, context.seconds_left() - 30)):
         server.stop()
         raise NotReady(server)
     print(f"{name}: ready after {server.ready_after:.0f} s", flush=True)
     return server
+
+
+def server_options(running: int) -> list[str]:
+    """Those of a server of so many requests; its pools are small, since two servers share a card."""
+    sizes = sorted({running, *(2**power for power in range(running.bit_length()))})
+    return [
+        *SERVER,
+        *("--max-running-requests", str(running), "--max-total-tokens", str(4096 * running)),
+        *("--max-mamba-cache-size", str(2 * running), "--cuda-graph-bs-decode", *map(str, sizes)),
+    ]
 
 
 def ways_of(context: HeadlineContext, linear: Server, trees: Server) -> list[Way]:
@@ -205,9 +220,10 @@ def ways_of(context: HeadlineContext, linear: Server, trees: Server) -> list[Way
 def measure(context: HeadlineContext, name: str, ways: list[Way], floor: Floor) -> None:
     """Everything against one linear arm, most important first, until `floor` seconds are left."""
     context.keep(name, "about", {"linear": name, "budgets": [way.label for way in ways[1:]]})
-    context.keep(name, "steps", step_rounds(context, ways, floor + 60))
-    context.save()
-    for size in IN_FLIGHT:
+    for size in context.options.in_flight:
+        steps = "steps" if size == 1 else f"steps-{size}"
+        context.keep(name, steps, step_rounds(context, ways, size, floor + 60))
+        context.save()
         rows = throughput(context, name, ways, size, floor)
         context.keep(name, f"in-flight-{size}", rows)
         context.save()
@@ -216,26 +232,42 @@ def measure(context: HeadlineContext, name: str, ways: list[Way], floor: Floor) 
             context.keep(name, "differences", list(differences(context, ways[0].server, rows, floor)))
 
 
-def step_rounds(context: HeadlineContext, ways: list[Way], floor: Floor) -> list[dict[str, float]]:
-    """Milliseconds of a step at batch 1, all ways in every round, in an order that changes."""
+def step_rounds(context: HeadlineContext, ways: list[Way], size: int, floor: Floor) -> list[dict[str, float]]:
+    """Milliseconds of a step with `size` copies of a request, all ways in every round, order changing."""
     rng = random.Random(0)
     prompt = [rng.randrange(4, 4096) for _ in range(200)]
-    tokens = {way.label: _enough_tokens(way, prompt) for way in ways}
+    tokens = {way.label: _enough_tokens(way, prompt, size) for way in ways}
     rows = []
     for number in range(context.options.rounds):
         if context.seconds_left() < floor:
-            context.left_over.append(f"step rounds from {number}")
+            context.left_over.append(f"step rounds of {size} from {number}")
             break
         row = {}
         for way in rng.sample(ways, len(ways)):
-            row[way.label] = timed(way.server, prompt, tokens[way.label], sampling=way.sampling).ms
+            row[way.label] = timed_together(way, prompt, size, tokens[way.label]).ms
         rows.append(row)
     return rows
 
 
-def _enough_tokens(way: Way, prompt: list[int]) -> int:
-    warm = timed(way.server, prompt, STEPS, sampling=way.sampling)
+def _enough_tokens(way: Way, prompt: list[int], size: int) -> int:
+    warm = timed_together(way, prompt, size, STEPS)
     return min(LONGEST, max(STEPS, round(STEPS * STEPS / warm.steps)))
+
+
+def timed_together(way: Way, prompt: list[int], size: int, tokens: int) -> Timed:
+    """As `bed_plan.timed`, with copies of one request that end together."""
+    if size == 1:
+        return timed(way.server, prompt, tokens, sampling=way.sampling)
+    (few, short), (many, long) = [_longest(way, prompt, size, count) for count in (SHORT, SHORT + tokens)]
+    return Timed(1e3 * (long - short) / (many - few), many - few)
+
+
+def _longest(way: Way, prompt: list[int], size: int, count: int) -> tuple[int, float]:
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        copies = [pool.submit(way.server.generate, prompt, count, sampling=way.sampling) for _ in range(size)]
+        metas = [copy.result()["meta_info"] for copy in copies]
+    steps = max(meta.get("spec_verify_ct") or count - 1 for meta in metas)
+    return steps, max(meta["e2e_latency"] for meta in metas)
 
 
 def throughput(
@@ -244,6 +276,9 @@ def throughput(
     """Groups of `size` prompts at once, every way on one group before the next, in an order that changes."""
     rng = random.Random(size)
     groups = [context.prompts[i : i + size] for i in range(0, len(context.prompts) - size + 1, size)]
+    if not groups:
+        context.left_over.append(f"{name}: {size} in flight: found {len(context.prompts)} prompts")
+        return []
     for way in ways:  # unmeasured: the first of a size may compile
         together(context, way, groups[0])
     rows = []

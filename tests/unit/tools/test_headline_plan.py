@@ -74,6 +74,7 @@ def context(tmp_path, monkeypatch):
         against=["dflash"],
         bundle="",
         costs=None,
+        in_flight=[1, 4],
     )
     monkeypatch.setattr(headline_plan, "Server", Server)
     monkeypatch.setattr(Server, "started", [])
@@ -102,6 +103,7 @@ def test_steps_and_throughput_of_every_budget_against_a_linear_arm(linear, conte
     assert "auto" not in alone
     assert ("linear" in alone["accept_length"]) == (linear != "ar")
     assert figures["in-flight-4"]["groups"] == 2
+    assert figures["step_ratio_4"]["31"]["median"] == pytest.approx(1.05)
     assert [server.port for server in Server.started] == [30300, 30330]
     assert all(server.stopped for server in Server.started)
 
@@ -202,3 +204,14 @@ def test_every_arm_is_served_by_the_beds_classes(context):
     for server in Server.started:
         environment = context.environment(server.arm, server.name)
         assert environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "ddtree_engine.bed.sglang_models"
+
+
+@pytest.mark.parametrize(("running", "graphs"), [(1, "1"), (4, "1 2 4"), (6, "1 2 4 6"), (16, "1 2 4 8 16")])
+def test_servers_are_made_for_the_most_requests_in_flight(running, graphs, context):
+    context.options.in_flight = [1, running]
+    headline_plan.serve(context, context.site)
+    for server in Server.started:
+        text = " ".join(server.argv)
+        assert f"--max-running-requests {running} " in text
+        assert f"--cuda-graph-bs-decode {graphs}" in text
+        assert f"--max-mamba-cache-size {2 * running} " in text

@@ -24,19 +24,26 @@ def arm_figures(results: dict[str, Any]) -> dict[str, Any]:
     """Step ratios, throughput ratios and differences against one linear arm."""
     figures: dict[str, Any] = {}
     ways = results["about"]["budgets"]
-    if steps := results.get("steps"):
-        figures["step_ms"] = {way: statistics.median(row[way] for row in steps) for way in steps[0]}
-        ratios = {way: [row[way] / row["linear"] for row in steps] for way in ways}
-        figures["step_ratio"] = {
-            way: {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
-            for way, found in ratios.items()
-        }
     for workload, rows in results.items():
+        if workload.startswith("steps") and rows:
+            figures |= step_figures(rows, ways, workload.removeprefix("steps").replace("-", "_"))
         if workload.startswith("in-flight-") and rows:
             figures[workload] = throughput_figures(rows, ways)
     if results.get("differences"):
         figures["differences"] = difference_figures(results["differences"], results["noise"])
     return figures
+
+
+def step_figures(rows: list[Row], ways: list[str], suffix: str) -> dict[str, Any]:
+    """Medians of the rounds, and of the ratios within a round."""
+    ratios = {way: [row[way] / row["linear"] for row in rows] for way in ways}
+    return {
+        f"step_ms{suffix}": {way: statistics.median(row[way] for row in rows) for way in rows[0]},
+        f"step_ratio{suffix}": {
+            way: {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
+            for way, found in ratios.items()
+        },
+    }
 
 
 def throughput_figures(rows: list[Row], ways: list[str]) -> dict[str, Any]:
