@@ -4,9 +4,8 @@
     .venv/bin/python tools/gpu/headline_summary.py results/h200-27b [RUN=ARCHIVE.tar.xz ...]
 
 Unpacks every archive's answers into `raw/RUN/`, compressed and without logs, and computes each figure from
-those files, so that anybody can: with no archive given, from `raw/` as it is. `main` is the run whose figures
-are the headline; others are kept beside it under their own names. A target that no run measured is null, with
-the reason.
+those files, so that anybody can: with no archive given, from `raw/` as it is. Of an arm that several runs
+have, the newest counts. A target that no run measured is null, with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 from engine.headline_figures import figures_of, interval
 
 SCHEMA = 1
-MAIN = "main"
 LINEAR = ("dflash", "chain", "ar")
 STEP_TARGETS = {"16": 1.02, "32": 1.05, "64": 1.08}
 UNMEASURED = {
@@ -36,6 +34,7 @@ UNMEASURED = {
     ),
 }
 
+# Arm -> workload -> value; an arm's `run` is the folder that it comes from.
 Results = dict[str, dict[str, Any]]
 
 
@@ -76,14 +75,24 @@ def load(folder: Path) -> Results:
     return found
 
 
+def newest(folder: Path) -> Results:
+    """Of every arm the newest run's answers."""
+    runs = [(run.name, load(run)) for run in folder.iterdir()]
+    merged: Results = {}
+    for name, run in sorted(runs, key=lambda pair: pair[1]["host"]["facts"]["time"]):
+        merged |= {arm: found | {"run": name} for arm, found in run.items()}
+    return merged
+
+
 def summary(folder: Path) -> dict[str, Any]:
     """The summary of what lies in `folder/raw`."""
-    results = load(folder / "raw" / MAIN)
+    results = newest(folder / "raw")
     figures = figures_of(results)
     facts = results["host"]["facts"]
     linear = fastest_linear(figures)
     best = figures[linear]["in-flight-1"]["best"]
     over_ar = interval(complete(results["ar"], best["budget"]), str(best["budget"]))
+    over_ar["budget"] = best["budget"]
     return {
         "schema": SCHEMA,
         "hardware": facts["cards"],
@@ -91,13 +100,13 @@ def summary(folder: Path) -> dict[str, Any]:
         "prompts_sha256": facts["prompts_sha256"],
         "headline": {
             "ddtree_over_best_linear": best | {"linear_arm": linear},
-            "ddtree_over_ar": over_ar | {"budget": best["budget"]},
+            "ddtree_over_ar": over_ar,
         },
         "step_ratio": {
             width: figures[linear]["step_ratio"][str(int(width) - 1)]["median"] for width in STEP_TARGETS
         },
         "auto_worst_ratio": figures[linear]["in-flight-1"]["auto"]["ratio"],
-        "targets": targets(figures, linear, over_ar | {"budget": best["budget"]}),
+        "targets": targets(figures, linear, over_ar, {arm: found["run"] for arm, found in results.items()}),
         "figures": figures,
     }
 
@@ -116,8 +125,14 @@ def complete(results: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     return [group for group in groups.values() if {"linear", str(budget)} <= set(group)]
 
 
-def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> list[dict[str, Any]]:
+def targets(
+    figures: dict[str, Any], linear: str, over_ar: dict[str, Any], runs: dict[str, str]
+) -> list[dict[str, Any]]:
     """Every target with what was found."""
+
+    def raw(arm: str, workload: str) -> str:
+        return f"raw/{runs[arm]}/{arm}.{workload}.json.xz"
+
     against = figures[linear]
     steps, alone = against["step_ratio"], against["in-flight-1"]
     best, auto = alone["best"], alone["auto"]
@@ -129,7 +144,7 @@ def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> li
             target,
             "max",
             "rounds {lowest:.3f} to {highest:.3f}".format(**steps[str(int(width) - 1)]),
-            f"{linear}.steps",
+            raw(linear, "steps"),
         )
         for width, target in STEP_TARGETS.items()
     ]
@@ -142,7 +157,7 @@ def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> li
             "min",
             f"budget {best['budget']} over {linear}, [{best['low']:.3f}, {best['high']:.3f}]; "
             "picked on every other prompt, judged on the rest",
-            f"{linear}.in-flight-1",
+            raw(linear, "in-flight-1"),
         ),
         row(
             "ddtree-over-ar",
@@ -152,7 +167,7 @@ def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> li
             "min",
             f"budget {over_ar['budget']}, [{over_ar['low']:.2f}, {over_ar['high']:.2f}], "
             f"{figures['ar']['in-flight-1']['groups']} prompts",
-            "ar.in-flight-1",
+            raw("ar", "in-flight-1"),
         ),
         row(
             "auto-over-best-fixed",
@@ -162,9 +177,9 @@ def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> li
             "min",
             f"one request at a time; best in hindsight {auto['budget']}, "
             f"[{auto['low']:.3f}, {auto['high']:.3f}]",
-            f"{linear}.in-flight-1",
+            raw(linear, "in-flight-1"),
         ),
-        differences_row(figures["ar"]["differences"]),
+        differences_row(figures["ar"]["differences"], raw("ar", "differences")),
     ]
     rows += [
         row(name, what, None, target, direction, reason, None)
@@ -173,7 +188,7 @@ def targets(figures: dict[str, Any], linear: str, over_ar: dict[str, Any]) -> li
     return rows
 
 
-def differences_row(found: dict[str, Any]) -> dict[str, Any]:
+def differences_row(found: dict[str, Any], raw: str) -> dict[str, Any]:
     others = {way: counts["others"] for way, counts in found["by_way"].items() if counts["others"]}
     answers, equal, near = (
         sum(counts[key] for counts in found["by_way"].values()) for key in ("answers", "equal", "near_ties")
@@ -185,7 +200,7 @@ def differences_row(found: dict[str, Any]) -> dict[str, Any]:
         0,
         "max",
         f"{answers} answers, {equal} equal, {near} with a near-tie first (noise {found['noise']})",
-        "ar.differences",
+        raw,
     )
 
 
@@ -206,7 +221,7 @@ def row(
         "target": target,
         "direction": direction,
         "detail": detail,
-        "raw": None if raw is None else f"raw/{MAIN}/{raw}.json.xz",
+        "raw": raw,
     }
 
 
