@@ -281,9 +281,14 @@ def tree_gdn_verify_unchecked(
         inputs = a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scale, config
         if v.shape[1] <= SMALL_WIDTH or not toolchain.is_hopper(v.device):
             return _fused(*inputs)
-        path, version = toolchain.right_ptxas() or ("", "")
-        with toolchain.assembled_by(path):
-            return _fused(*inputs, ptxas=version)
+        newer = toolchain.right_ptxas()
+        if newer is None:
+            raise KernelInputError(
+                f"config: found FusedConfig for {v.shape[1]} nodes, "
+                "allowed on Hopper only with ptxas 12.9 or newer"
+            )
+        with toolchain.assembled_by(newer[0]):
+            return _fused(*inputs, ptxas=newer[1])
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     blocks = triton.cdiv(width, BLOCK_ROWS)

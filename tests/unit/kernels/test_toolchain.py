@@ -9,7 +9,16 @@ import sys
 import pytest
 import torch
 from ddtree_kernels import toolchain
-from ddtree_kernels.tree_gdn.triton import FusedConfig, VerifyConfig, config_of
+from ddtree_kernels.errors import KernelInputError
+from ddtree_kernels.tree_gdn.triton import (
+    FusedConfig,
+    VerifyConfig,
+    config_of,
+    fused_config,
+    tree_gdn_verify,
+)
+
+from .cases import layer
 
 HOPPER = torch.device("cuda", 0)
 
@@ -98,3 +107,11 @@ def test_more_heads_give_a_program_more_value_channels():
         64,
         128,
     ]
+
+
+def test_hopper_without_a_right_ptxas_refuses_the_one_launch_of_more_than_32_nodes(card, monkeypatch):
+    card(9, None)
+    monkeypatch.setattr(toolchain, "is_hopper", lambda device: True)
+    case = layer("random", batch=1, width=40, heads=1, value_heads=1, dtype=torch.float32)
+    with pytest.raises(KernelInputError, match=r"allowed on Hopper only with ptxas 12\.9 or newer"):
+        tree_gdn_verify(*case.verify_args(case.x), config=fused_config(40, 16, 16))
