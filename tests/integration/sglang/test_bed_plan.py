@@ -46,22 +46,28 @@ def test_the_three_servers_differ_in_nothing_but_their_weights(kind, name, folde
         assert view.speculative_num_draft_tokens == 16
 
 
-@pytest.mark.parametrize("name", ["ar", "dflash", "chain", "ddtree"])
-def test_the_headlines_arms_resolve_to_what_they_say(name, folder, plugin, monkeypatch):
+COSTS = Path(__file__).parents[3] / "results" / "h200-27b" / "costs.json"
+
+
+@pytest.mark.parametrize("running", [4, 16])
+@pytest.mark.parametrize("name", ["ar", "dflash", "chain", "ddtree", "ddtree-auto"])
+def test_the_headlines_arms_resolve_to_what_they_say(name, running, folder, plugin, monkeypatch):
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.server_args import prepare_server_args
 
-    arm = headline_plan.TREE if name == "ddtree" else headline_plan.LINEAR[name]
+    trees = name.startswith("ddtree")
+    costs = COSTS if name == "ddtree-auto" else None
+    arm = headline_plan.tree_arm(costs) if trees else headline_plan.LINEAR[name]
     if arm.config is not None:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
-    argv = headline_plan.launch_argv(folder, arm, 30300, headline_plan.SERVER)
+    argv = headline_plan.launch_argv(folder, arm, 30300, headline_plan.server_options(running))
     record = prepare_server_args(argv[3:])
     record.resolve_once()
     record.check_server_args()
     view = resolved_view(record)
-    assert (view.max_running_requests, view.max_mamba_cache_size) == (4, 8)
+    assert (view.max_running_requests, view.max_mamba_cache_size) == (running, 2 * running)
     assert not view.disable_overlap_schedule
-    algorithms = {"ar": None, "dflash": "DFLASH", "chain": "DDTREE", "ddtree": "DDTREE"}
-    assert view.speculative_algorithm == algorithms[name]
+    algorithms = {"ar": None, "dflash": "DFLASH"}
+    assert view.speculative_algorithm == algorithms.get(name, "DDTREE")
     if name != "ar":
-        assert view.speculative_num_draft_tokens == (64 if name == "ddtree" else 16)
+        assert view.speculative_num_draft_tokens == (64 if trees else 16)
