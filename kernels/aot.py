@@ -353,18 +353,16 @@ def _other_cases() -> Iterator[Case]:
 
 def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
     from ddtree_kernels.commit import kernels as commit
-    from ddtree_kernels.commit.triton import DEFAULT
+    from ddtree_kernels.commit.triton import CONV_REGISTERS, DEFAULT
 
     types |= {"A_log": "*fp32", "dt_bias": "*fp32", "facts": "*fp32", "N": "i32"}
-    heads = {"H": 16, "HV": 48, "K": 128, "V": 128}
+    heads = {"H": 16, "HV": 48, "K": 128, "V": 128, "P": 16}
     yield Case(
         commit._commit_conv_kernel,
         "W4 K128 bf16 track",
         types,
-        heads
-        | {"TAPS": 4, "BIAS": False, "SILU": True, "TRACK": True}
-        | {"BLOCKS": 1, "BP": DEFAULT.block_steps, "BC": 128},
-        {"num_warps": DEFAULT.conv_warps},
+        heads | {"TAPS": 4, "BIAS": False, "SILU": True, "TRACK": True, "BP": 16, "BC": 128},
+        {"num_warps": DEFAULT.conv_warps, "maxnreg": CONV_REGISTERS},
     )
     for state in ("fp32", "bf16"):
         for track in (False, True):
@@ -372,7 +370,9 @@ def _commit_cases(types: dict[str, str]) -> Iterator[Case]:
                 commit._commit_kernel,
                 f"K128 bf16 state {state}{' track' if track else ''}",
                 types | {"state_pool": f"*{state}"},
-                heads | {"TRACK": track, "BK": 128, "BV": DEFAULT.block_v},
+                heads
+                | {"TRACK": track, "BK": 128, "BV": DEFAULT.block_v}
+                | {"PIECES": DEFAULT.pieces, "STAGES": DEFAULT.stages},
                 {"num_warps": DEFAULT.num_warps, "num_stages": 1},
             )
 

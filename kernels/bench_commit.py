@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any
 
 import torch
 from ddtree_kernels.bench_inputs import Inputs, random_inputs
 from ddtree_kernels.bench_timing import Place, relative_error, timed
 
-# Floats of a state that a thread of the replay may hold: fewer waste its keys, more spill.
-LEAST, MOST = 16, 128
+# block_v, num_warps, pieces and stages of a replay. With 64 floats of a state a thread, 16 warps fit on a
+# multiprocessor; with 32 more, with 128 fewer.
+REPLAYS = (
+    (32, 2, 8, 4),
+    (16, 1, 8, 4),
+    (64, 4, 8, 4),
+    (128, 8, 8, 4),
+    (32, 2, 8, 2),
+    (32, 2, 8, 6),
+    (32, 2, 4, 4),
+    (32, 2, 16, 4),
+    (16, 2, 8, 4),
+    (64, 2, 8, 4),
+)
 
 
 def commit(place: Place) -> dict[str, Any]:
@@ -26,12 +37,11 @@ def commit_sweep(place: Place) -> dict[str, Any]:
     from ddtree_kernels.commit.triton import DEFAULT
 
     work = Work(place)
-    replays, convolutions = [], []
-    for block_v, num_warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
-        if LEAST <= block_v * place.shape.key_dim / (32 * num_warps) <= MOST or place.tiny:
-            replays.append(replace(DEFAULT, block_v=block_v, num_warps=num_warps))
-    for block_steps, conv_warps in ((16, 4), (16, 2), (16, 8), (8, 1), (8, 2), (8, 4)):
-        convolutions.append(replace(DEFAULT, block_steps=block_steps, conv_warps=conv_warps))
+    replays = [
+        replace(DEFAULT, block_v=block_v, num_warps=num_warps, pieces=pieces, stages=stages)
+        for block_v, num_warps, pieces, stages in REPLAYS
+    ]
+    convolutions = [replace(DEFAULT, conv_warps=conv_warps) for conv_warps in (1, 2, 4)]
     if place.tiny:
         replays, convolutions = replays[:2], convolutions[:2]
     rows = [work.measure("convolution", config, work.convolve, work.restore) for config in convolutions]
@@ -42,7 +52,7 @@ def commit_sweep(place: Place) -> dict[str, Any]:
     work.convolve()
     rows += [work.measure("replay", config, work.replay, None) for config in replays]
     replay = _fastest([row for row in rows if row["launch"] == "replay"])
-    best = replace(replay, block_steps=conv.block_steps, conv_warps=conv.conv_warps)
+    best = replace(replay, conv_warps=conv.conv_warps)
     rows.append(work.measure("both", best, work.both, work.restore))
     return {key: rows[-1][key] for key in ("milliseconds", "error")} | {
         "best": asdict(best),
@@ -64,7 +74,7 @@ class Work:
         self.kept = inputs.x[:, :, : shape.block].clone()
         self.path = torch.arange(shape.block, device=place.device).expand(batch, shape.block).contiguous()
         self.counts = torch.full((batch,), shape.block, device=place.device)
-        self.facts = kernels.commit_facts(inputs.x, self.path, shape.value_heads, shape.heads)
+        self.facts = kernels.commit_facts(inputs.x, self.path, shape.value_heads)
         self.floor = {"floor_bytes": 2 * batch * shape.state_bytes}
 
     def both(self) -> None:
@@ -79,8 +89,8 @@ class Work:
         """The second launch."""
         inputs = self.inputs
         self.kernels.replay_unchecked(
-            inputs.x, inputs.state_pool, inputs.slots, self.path, self.counts, self.place.shape.heads, None,
-            None, self.facts, self.config,
+            inputs.x, inputs.state_pool, inputs.slots, self.counts, self.place.shape.heads, None, None,
+            self.facts, self.config,
         )  # fmt: skip
 
     def restore(self) -> None:

@@ -133,7 +133,7 @@ def memory(place: Place) -> dict[str, Any]:
     scratch = sum(buffer.nbytes for buffer in verify_scratch(like, shape.key_dim))
     kept = torch.empty(shape.layers, 1, width, shape.channels, device="meta")
     path = torch.empty(1, shape.block, device="meta")
-    scratch += commit_facts(kept, path, shape.value_heads, shape.heads).nbytes
+    scratch += commit_facts(kept, path, shape.value_heads).nbytes
     return {
         "figure": (stash + scratch) / MIB,
         "stash_mib": stash / MIB,

@@ -1,13 +1,14 @@
-"""The two launches of a commit: convolve the accepted rows where they lie, then replay them.
+"""The two launches of a commit: convolve the accepted rows within the stash, then replay them.
 
-The first is parallel over steps and channels, the second serial over steps and parallel over everything
-else. So what does not depend on the state (convolution, gates, lengths of keys) is done once a step, and the
-replay's loop holds only the delta rule.
+The first is parallel over channels, the second serial over steps and parallel over everything else. So what
+does not depend on the state (convolution, gates, lengths of keys) is done once, and lies in the order of the
+steps: no address of the replay's loop waits for a load.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="assignment,var-annotated,misc", warn-unreachable=False
+# ruff: noqa: ANN001, ANN202, RUF005
 from __future__ import annotations
 
 import triton
@@ -32,7 +33,6 @@ def _commit_conv_kernel(
     track_slots,
     facts,
     N,
-    P,
     stride_xl,
     stride_xn,
     stride_xq,
@@ -49,20 +49,22 @@ def _commit_conv_kernel(
     stride_wl,
     stride_wc,
     stride_bias,
-    stride_facts,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    P: tl.constexpr,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     TRACK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """One head of q, k or v of one layer and request: its rows, its facts and its carried inputs."""
+    """One head of v, or of k and q, of one layer and request: its rows, its gates and its carried inputs.
+
+    Step t goes to row t, whatever row it came from: v in its dtype, k normalised in float32 over k and q.
+    """
     part = tl.program_id(0)
     layer = (tl.program_id(1) // N).to(tl.int64)
     request = (tl.program_id(1) % N).to(tl.int64)
@@ -72,92 +74,142 @@ def _commit_conv_kernel(
     wanted = slot >= 0
     count = tl.where(wanted, count, 0)
     slot = tl.maximum(slot, 0)
-    valued = part >= 2 * H
-    head = part - tl.where(valued, 2 * H, H)
+    keyed = part < H
+    head = tl.where(keyed, part, part - H)
+    first = tl.where(keyed, H * K + head * K, 2 * H * K + head * V)
     place = tl.arange(0, BC)
-    valid = place < tl.where(valued, V, K)
-    first = tl.where(valued, 2 * H * K + (part - 2 * H) * V, part * K)
-    channels = first + place
-    x += layer * stride_xl + request * stride_xn + first
-    a += layer * stride_al + request * stride_an
-    b += layer * stride_bl + request * stride_bn
+    valid = (place < tl.where(keyed, K, V)) & wanted
+    base = x + layer * stride_xl + request * stride_xn
     path += request * stride_path
-    weight += layer * stride_wl + first * stride_wc
-    bias += layer * stride_bias + first
-    pool = conv_pool + layer * stride_conv_layer + channels.to(tl.int64) * stride_conv_c
-    window = pool + slot * stride_conv_slot
-    facts += (layer * N + request) * stride_facts
+    pool = conv_pool + layer * stride_conv_layer
+    window = pool + slot * stride_conv_slot + (first + place).to(tl.int64) * stride_conv_c
+    taps = weight + layer * stride_wl + (first + place).to(tl.int64) * stride_wc
 
-    # The windows read inputs that the convolution is about to overwrite.
-    valid = valid & wanted
-    moved = _moved_window(x, window, path, place, valid, count, P, stride_xq, TAPS)
+    # All loads before the first store: the stores are to rows that the others read.
+    rows = ()
+    for step in tl.static_range(P):
+        row = tl.load(path + step).to(tl.int64)
+        taken = valid & (step < count)
+        rows = rows + (tl.load(base + row * stride_xq + first + place, mask=taken, other=0.0),)
+    inputs = ()
+    for entry in tl.static_range(TAPS - 1):
+        inputs = inputs + (tl.load(window + entry, mask=valid, other=0.0).to(tl.float32),)
+    factors = ()
+    for tap in tl.static_range(TAPS):
+        factors = factors + (tl.load(taps + tap, mask=valid, other=0.0).to(tl.float32),)
+    shift = tl.zeros((BC,), dtype=tl.float32)
+    if BIAS:
+        shift += tl.load(bias + layer * stride_bias + first + place, mask=valid, other=0.0).to(tl.float32)
+    _move_windows(
+        base, pool, slot, path, track_counts, track_slots, request, first, place, valid, count,
+        stride_xq, stride_conv_slot, stride_conv_c, TRACK, TAPS, P,
+    )  # fmt: skip
+    if keyed:
+        _move_windows(
+            base, pool, slot, path, track_counts, track_slots, request, head * K, place, valid, count,
+            stride_xq, stride_conv_slot, stride_conv_c, TRACK, TAPS, P,
+        )  # fmt: skip
+    else:
+        steps = tl.arange(0, BP)
+        taken_steps = steps < count
+        row_of = tl.load(path + steps, mask=taken_steps, other=0).to(tl.int64)
+        a += layer * stride_al + request * stride_an + head
+        b += layer * stride_bl + request * stride_bn + head
+        gate = tl.load(a + row_of * stride_aq, mask=taken_steps, other=0.0).to(tl.float32)
+        write = tl.load(b + row_of * stride_bq, mask=taken_steps, other=0.0).to(tl.float32)
+        rate = -tl.exp(tl.load(A_log + layer * HV + head).to(tl.float32))
+        gate += tl.load(dt_bias + layer * HV + head).to(tl.float32)
+        gate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(gate)), gate)
+        fact = facts + ((layer * N + request) * HV + head) * (2 * P) + steps
+        tl.store(fact, tl.exp(rate * gate), mask=taken_steps)
+        tl.store(fact + P, 1.0 / (1.0 + tl.exp(-write)), mask=taken_steps)
+    tl.debug_barrier()
+
+    outputs = ()
+    for step in tl.static_range(P):
+        inputs = inputs + (rows[step].to(tl.float32),)
+        total = tl.zeros((BC,), dtype=tl.float32)
+        for tap in tl.static_range(TAPS):
+            total += inputs[step + tap] * factors[tap]
+        if BIAS:
+            total += shift
+        if SILU:
+            total = silu(total)
+        outputs = outputs + (total.to(x.dtype.element_ty),)
+    if keyed:
+        at = _keys(base, H, K) + _key_places(x, head, place, H, K)
+        for step in tl.static_range(P):
+            keys = outputs[step].to(tl.float32)
+            keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, axis=0) + 1e-6)
+            tl.store(at + step * _key_pitch(x, stride_xq), keys, mask=valid & (step < count))
+    else:
+        for step in tl.static_range(P):
+            tl.store(base + step * stride_xq + first + place, outputs[step], mask=valid & (step < count))
+
+
+@triton.jit
+def _keys(row, H: tl.constexpr, K: tl.constexpr):
+    """Where a row's float32 keys lie: over q and k where these have 16 bits, else over k."""
+    if row.dtype.element_ty == tl.float32:
+        return row + H * K
+    return row.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _key_places(x, head, place, H: tl.constexpr, K: tl.constexpr):
+    """Channels of a key there: in 16 bits the first half over the head's own q, the second over its k."""
+    if x.dtype.element_ty == tl.float32:
+        return head * K + place
+    return head * (K // 2) + place + tl.where(place < K // 2, 0, (H * K - K) // 2)
+
+
+@triton.jit
+def _key_pitch(x, pitch):
+    """Float32 elements from row to row."""
+    if x.dtype.element_ty == tl.float32:
+        return pitch
+    return pitch // 2
+
+
+@triton.jit
+def _move_windows(
+    base,
+    pool,
+    slot,
+    path,
+    track_counts,
+    track_slots,
+    request,
+    first,
+    place,
+    valid,
+    count,
+    stride_xq,
+    stride_conv_slot,
+    stride_conv_c,
+    TRACK: tl.constexpr,
+    TAPS: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Carry some channels' windows to the end of the path and, if asked for, to the snapshot's row."""
+    x = base + first
+    channels = pool + (first + place).to(tl.int64) * stride_conv_c
+    window = channels + slot * stride_conv_slot
+    moved = _moved_window(x, window, path, place, valid, count, stride_xq, TAPS, P)
     if TRACK:
         track = tl.load(track_counts + request).to(tl.int32)
         target = tl.load(track_slots + request).to(tl.int64)
         keep = valid & (track >= 0) & (track <= count) & (target >= 0)
-        snapshot = _moved_window(x, window, path, place, keep, track, P, stride_xq, TAPS)
-
-    if part >= H:
-        # From the last block of steps to the first: a step needs the inputs of those before it.
-        for block in range(BLOCKS):
-            steps = (BLOCKS - 1 - block) * BP + tl.arange(0, BP)
-            taken = steps < count
-            # All loads before the first use: none of them waits for another's.
-            row = tl.load(path + steps, mask=steps < P, other=0).to(tl.int64)
-            gated = taken & valued
-            gate = tl.load(a + row * stride_aq + head, mask=gated, other=0.0).to(tl.float32)
-            write = tl.load(b + row * stride_bq + head, mask=gated, other=0.0).to(tl.float32)
-            inputs = ()
-            for tap in tl.static_range(TAPS):
-                at = steps - (TAPS - 1 - tap)
-                at_row = tl.load(path + at, mask=(at >= 0) & (at < P), other=0).to(tl.int64)
-                inside = (taken & (at >= 0))[:, None] & valid[None, :]
-                tile = x + at_row[:, None] * stride_xq + place[None, :]
-                inputs = inputs + (tl.load(tile, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-            total = tl.zeros((BP, BC), dtype=tl.float32)
-            # The oldest inputs come first: what the first steps take from the window.
-            for early in tl.static_range(TAPS - 1):
-                behind = tl.zeros((BC,), dtype=tl.float32)
-                for tap in tl.static_range(TAPS - 1 - early):
-                    carried = tl.load(window + (early + tap), mask=valid, other=0.0).to(tl.float32)
-                    factor = tl.load(weight + place * stride_wc + tap, mask=valid, other=0.0).to(tl.float32)
-                    behind += carried * factor
-                total = tl.where((steps == early)[:, None], behind[None, :], total)
-            for tap in tl.static_range(TAPS):
-                factor = tl.load(weight + place * stride_wc + tap, mask=valid, other=0.0).to(tl.float32)
-                total += inputs[tap].to(tl.float32) * factor[None, :]
-            if BIAS:
-                total += tl.load(bias + place, mask=valid, other=0.0).to(tl.float32)[None, :]
-            if SILU:
-                total = silu(total)
-            rounded = total.to(x.dtype.element_ty)
-            fact = facts + steps * (2 * HV + H)
-            if valued:
-                rate = -tl.exp(tl.load(A_log + layer * HV + head).to(tl.float32))
-                shift = tl.load(dt_bias + layer * HV + head).to(tl.float32)
-                gate += shift
-                gate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(gate)), gate)
-                tl.store(fact + head, tl.exp(rate * gate), mask=taken)
-                tl.store(fact + HV + head, 1.0 / (1.0 + tl.exp(-write)), mask=taken)
-            else:
-                keys = rounded.to(tl.float32)
-                length = tl.sqrt(tl.sum(keys * keys, axis=1) + 1e-6)
-                tl.store(fact + 2 * HV + head, 1.0 / length, mask=taken)
-            tl.debug_barrier()
-            tl.store(
-                x + row[:, None] * stride_xq + place[None, :],
-                rounded,
-                mask=taken[:, None] & valid[None, :],
-            )
+        snapshot = _moved_window(x, window, path, place, keep, track, stride_xq, TAPS, P)
+        for entry in tl.static_range(TAPS - 1):
+            tl.store(channels + target * stride_conv_slot + entry, snapshot[entry], mask=keep)
     tl.debug_barrier()
     for entry in tl.static_range(TAPS - 1):
         tl.store(window + entry, moved[entry], mask=valid)
-        if TRACK:
-            tl.store(pool + target * stride_conv_slot + entry, snapshot[entry], mask=keep)
 
 
 @triton.jit
-def _moved_window(x, window, path, place, mask, count, P, stride_xq, TAPS: tl.constexpr):
+def _moved_window(x, window, path, place, mask, count, stride_xq, TAPS: tl.constexpr, P: tl.constexpr):
     """The window after `count` rows: entry p is input p + count of the carried ones followed by the path."""
     moved = ()
     for entry in tl.static_range(TAPS - 1):
@@ -165,7 +217,7 @@ def _moved_window(x, window, path, place, mask, count, P, stride_xq, TAPS: tl.co
         kept = tl.load(window + (entry + count), mask=mask & (step < 0), other=0.0)
         row = tl.load(path + step, mask=(step >= 0) & (step < P), other=0).to(tl.int64)
         new = tl.load(x + row * stride_xq + place, mask=mask & (step >= 0), other=0.0)
-        moved = moved + (tl.where(step < 0, kept, new.to(kept.dtype)),)  # type: ignore[assignment]  # noqa: RUF005
+        moved = moved + (tl.where(step < 0, kept, new.to(kept.dtype)),)
     return moved
 
 
@@ -174,7 +226,6 @@ def _commit_kernel(
     x,
     state_pool,
     slots,
-    path,
     counts,
     track_counts,
     track_slots,
@@ -185,22 +236,23 @@ def _commit_kernel(
     stride_xq,
     stride_state_layer,
     stride_state_slot,
-    stride_path,
-    stride_facts,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    P: tl.constexpr,
     TRACK: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Some rows of one head's state, in four pieces of the keys: a row's sum is three additions in a thread,
-    and few between threads."""
-    PIECE: tl.constexpr = BK // 4
+    """Some rows of one head's state. A row's keys are in pieces, whose sum is taken within a thread; few
+    threads share a piece. While a step is computed, keys of the next STAGES - 1 are on their way to shared
+    memory, the rest of the next step's inputs to registers.
+    """
+    PIECE: tl.constexpr = BK // PIECES
     WHOLE: tl.constexpr = BK == K and V % BV == 0
-    FACTS: tl.constexpr = 2 * HV + H
-    PARTS: tl.constexpr = 2 if TRACK else 1
     head = tl.program_id(1)
     layer = (tl.program_id(2) // N).to(tl.int64)
     request = (tl.program_id(2) % N).to(tl.int64)
@@ -210,84 +262,51 @@ def _commit_kernel(
         return
     key_head = head // (HV // H)
     x += layer * stride_xl + request * stride_xn
-    path += request * stride_path
-    facts += (layer * N + request) * stride_facts
-    keys = tl.arange(0, PIECE)
+    keys = tl.arange(0, PIECES)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     values = tl.program_id(0) * BV + tl.arange(0, BV)
-    tile = values[:, None] * K + keys[None, :]
+    tile = values[:, None, None] * K + keys[None, :, :]
+    rows = values < V
+    inside = keys < K
+    both = rows[:, None, None] & inside[None, :, :]
     pool = state_pool + layer * stride_state_layer + head.to(tl.int64) * K * V
     own = pool + slot * stride_state_slot + tile
-    rows = values < V
-    in0, in1, in2, in3 = keys < K, PIECE + keys < K, 2 * PIECE + keys < K, 3 * PIECE + keys < K
-    s0 = _load(own, rows[:, None] & in0[None, :], WHOLE).to(tl.float32)
-    s1 = _load(own + PIECE, rows[:, None] & in1[None, :], WHOLE).to(tl.float32)
-    s2 = _load(own + 2 * PIECE, rows[:, None] & in2[None, :], WHOLE).to(tl.float32)
-    s3 = _load(own + 3 * PIECE, rows[:, None] & in3[None, :], WHOLE).to(tl.float32)
-    keys_at = x + (H * K + key_head * K) + keys
+    state = _load(own, both, WHOLE).to(tl.float32)
+    keys_at = _keys(x, H, K) + _key_places(x, key_head, keys, H, K)
+    pitch = _key_pitch(x, stride_xq)
     values_at = x + (2 * H * K + head * V) + values
+    fact = facts + ((layer * N + request) * HV + head) * (2 * P)
     # Up to the snapshot, if there is one, and from there to the end.
+    begin = count * 0
     end = count
     if TRACK:
         track = tl.load(track_counts + request).to(tl.int32)
         target = tl.load(track_slots + request).to(tl.int64)
         tracked = (track >= 0) & (track <= count) & (target >= 0)
         end = tl.where(tracked, track, count)
-    begin = count * 0
-    for part in range(PARTS):
-        # A step's inputs are loaded while the one before is computed: no load waits for the state.
-        inside = begin < end
-        row = tl.load(path + begin, mask=inside, other=0).to(tl.int64) * stride_xq
-        following = tl.load(path + begin + 1, mask=begin + 1 < end, other=0).to(tl.int64)
-        k0 = _load(keys_at + row, in0, WHOLE)
-        k1 = _load(keys_at + (row + PIECE), in1, WHOLE)
-        k2 = _load(keys_at + (row + 2 * PIECE), in2, WHOLE)
-        k3 = _load(keys_at + (row + 3 * PIECE), in3, WHOLE)
-        v = _load(values_at + row, rows, WHOLE)
-        fact = facts + begin * FACTS
-        decay = tl.load(fact + head, mask=inside, other=0.0)
-        beta = tl.load(fact + HV + head, mask=inside, other=0.0)
-        scale = tl.load(fact + 2 * HV + key_head, mask=inside, other=0.0)
-        for step in range(begin, end):
-            row = following * stride_xq
-            following = tl.load(path + step + 2, mask=step + 2 < end, other=0).to(tl.int64)
-            next_k0 = _load(keys_at + row, in0, WHOLE)
-            next_k1 = _load(keys_at + (row + PIECE), in1, WHOLE)
-            next_k2 = _load(keys_at + (row + 2 * PIECE), in2, WHOLE)
-            next_k3 = _load(keys_at + (row + 3 * PIECE), in3, WHOLE)
-            next_v = _load(values_at + row, rows, WHOLE)
-            fact += FACTS
-            next_decay = tl.load(fact + head, mask=step + 1 < end, other=0.0)
-            next_beta = tl.load(fact + HV + head, mask=step + 1 < end, other=0.0)
-            next_scale = tl.load(fact + 2 * HV + key_head, mask=step + 1 < end, other=0.0)
-            f0 = k0.to(tl.float32)
-            f1 = k1.to(tl.float32)
-            f2 = k2.to(tl.float32)
-            f3 = k3.to(tl.float32)
-            s0 *= decay
-            s1 *= decay
-            s2 *= decay
-            s3 *= decay
-            f0 *= scale
-            f1 *= scale
-            f2 *= scale
-            f3 *= scale
-            products = s0 * f0[None, :] + s1 * f1[None, :] + s2 * f2[None, :] + s3 * f3[None, :]
-            read = tl.sum(products, axis=1)
-            u = ((v.to(tl.float32) - read) * beta)[:, None]
-            s0 += u * f0[None, :]
-            s1 += u * f1[None, :]
-            s2 += u * f2[None, :]
-            s3 += u * f3[None, :]
-            k0, k1, k2, k3, v = next_k0, next_k1, next_k2, next_k3, next_v
-            decay, beta, scale = next_decay, next_beta, next_scale
+    v = _load(values_at, rows, WHOLE)
+    decay = tl.load(fact)
+    beta = tl.load(fact + P)
+    # Unrolled: in a loop around the pipelined one, compiled code lost what its first round did to the state.
+    for part in tl.static_range(2 if TRACK else 1):
+        for step in tl.range(begin, end, num_stages=STAGES):
+            k = _load(keys_at + step * pitch, inside, WHOLE)[None, :, :]
+            # The last step loads its own inputs again rather than those of a row that may not be there.
+            following = tl.minimum(step + 1, count - 1)
+            next_v = _load(values_at + following * stride_xq, rows, WHOLE)
+            next_decay = tl.load(fact + following)
+            next_beta = tl.load(fact + following + P)
+            state *= decay
+            read = tl.sum(tl.sum(state * k, axis=1), axis=1)
+            u = (v.to(tl.float32) - read) * beta
+            state += u[:, None, None] * k
+            v, decay, beta = next_v, next_decay, next_beta
         if TRACK:
             begin = end
             end = count
             if tracked & (part == 0):
-                kept = pool + target * stride_state_slot + tile
-                _keep(kept, s0, s1, s2, s3, rows, in0, in1, in2, in3, PIECE, WHOLE)
+                _keep(pool + target * stride_state_slot + tile, state, both, WHOLE)
     if count > 0:
-        _keep(own, s0, s1, s2, s3, rows, in0, in1, in2, in3, PIECE, WHOLE)
+        _keep(own, state, both, WHOLE)
 
 
 @triton.jit
@@ -297,16 +316,9 @@ def _load(pointer, valid, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _keep(at, s0, s1, s2, s3, rows, in0, in1, in2, in3, PIECE: tl.constexpr, WHOLE: tl.constexpr):
-    """Write a state's pieces in the pool's dtype."""
-    kind = at.dtype.element_ty
+def _keep(at, state, valid, WHOLE: tl.constexpr):
+    """Write a state in the pool's dtype."""
     if WHOLE:
-        tl.store(at, s0.to(kind))
-        tl.store(at + PIECE, s1.to(kind))
-        tl.store(at + 2 * PIECE, s2.to(kind))
-        tl.store(at + 3 * PIECE, s3.to(kind))
+        tl.store(at, state.to(at.dtype.element_ty))
     else:
-        tl.store(at, s0.to(kind), mask=rows[:, None] & in0[None, :])
-        tl.store(at + PIECE, s1.to(kind), mask=rows[:, None] & in1[None, :])
-        tl.store(at + 2 * PIECE, s2.to(kind), mask=rows[:, None] & in2[None, :])
-        tl.store(at + 3 * PIECE, s3.to(kind), mask=rows[:, None] & in3[None, :])
+        tl.store(at, state.to(at.dtype.element_ty), mask=valid)

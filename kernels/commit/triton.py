@@ -1,10 +1,11 @@
 """Commit on the GPU: replay the accepted path of every request through all layers, in two launches.
 
-The first (`_commit_conv_kernel`) convolves the accepted rows of k and v in place in the stash, rounded to its
-dtype as a decode's are, moves the carried windows, and writes down what else a step needs: decay and beta of
-every head, one over the length of every key. In the second (`_commit_kernel`) every program carries some rows
-of a head's state through the path in registers, in float32 and in the order of a plain decode step: decay,
-what the key reads, update. The state is read once and written once.
+The first (`_commit_conv_kernel`) convolves the accepted rows of k and v, rounded to the stash's dtype as a
+decode's are, normalises k in float32, moves the carried windows, and works out decay and beta of every head.
+It leaves them in the order of the steps: step t in the stash's row t, k over the columns of q and k. In the
+second (`_commit_kernel`) every program carries some rows of a head's state through the path in registers, in
+float32 and in the order of a plain decode step: decay, what the key reads, update. The state is read once and
+written once.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ from ddtree_kernels.commit.kernels import _commit_conv_kernel, _commit_kernel
 from ddtree_kernels.errors import KernelInputError
 from torch import Tensor
 
+# Leaves room for 15 one-warp programs of the convolution on a multiprocessor, and none of them spills.
+CONV_REGISTERS = 136
+
 
 @dataclass(frozen=True)
 class CommitConfig:
     """How the two launches are cut.
 
-    block_v, num_warps      rows of a state that a program of the replay carries, and its warps
-    block_steps, conv_warps accepted rows that a program of the convolution takes at a time, and its warps
+    block_v, num_warps  rows of a state that a program of the replay carries, and its warps
+    pieces              that a row's keys are cut into: 4 * pieces of its elements lie in one thread
+    stages              steps of the replay whose keys are loaded at a time
+    conv_warps          warps of a program of the convolution, which takes one head
     """
 
     block_v: int = 32
     num_warps: int = 2
-    block_steps: int = 16
-    conv_warps: int = 2
+    pieces: int = 8
+    stages: int = 4
+    conv_warps: int = 1
 
 
 DEFAULT = CommitConfig()
@@ -58,14 +65,14 @@ def commit(
 ) -> None:
     """Advance all layers' pools past the accepted nodes, in place: `commit_naive` with layers in front.
 
-    A stash serves one commit: k and v of the accepted rows of x are overwritten with their convolution.
+    A stash serves one commit: in x rows 0 to counts - 1 of every request are overwritten.
 
     x           [L, N, Q, C], stashed pre-convolution q, k, v side by side, C = 2 H K + HV V
     a, b        [L, N, Q, HV];  A_log, dt_bias  [L, HV]
     weight      [L, C, W];  bias  [L, C] or None
     conv_pool   [L, slots, C, W-1];  state_pool  [L, slots, HV, V, K], float32 or bfloat16
     slots       int[N], negative: padding, nothing is written;  counts  int[N], 0..P
-    path        int[N, P], distinct rows
+    path        int[N, P], distinct rows; the convolution is unrolled over P, a drafter's block
     key_heads   H
     track_counts, track_slots  int[N] each: snapshot after so many rows into that slot; negative: none
 
@@ -83,6 +90,9 @@ def commit(
             f"x: found C {channels}, allowed is 2 H K + HV V = "
             f"{2 * key_heads * key_dim + heads * value_dim} with HV a multiple of H"
         )
+    pitches = x.stride()[:3]
+    if x.element_size() == 2 and (key_dim % 2 or any(pitch % 2 for pitch in pitches)):
+        raise KernelInputError(f"x: found K {key_dim}, strides {pitches}; allowed are even ones in 16 bits")
     expect_shape("a", a, (layers, batch, width, heads))
     expect_shape("b", b, (layers, batch, width, heads))
     expect_shape("A_log", A_log, (layers, heads))
@@ -120,14 +130,13 @@ def commit(
     commit_unchecked(
         x, a, b, A_log, dt_bias, weight, bias, conv_pool, state_pool, slots, path, counts, key_heads,
         activation == "silu", track_counts, track_slots,
-        commit_facts(x, path, heads, key_heads), config,
+        commit_facts(x, path, heads), config,
     )  # fmt: skip
 
 
-def commit_facts(x: Tensor, path: Tensor, heads: int, key_heads: int) -> Tensor:
-    """What the first launch leaves for the second, float32 [L, N, P, 2 HV + H]; x and path as in `commit`."""
-    shape = (*x.shape[:2], path.shape[1], 2 * heads + key_heads)
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+def commit_facts(x: Tensor, path: Tensor, heads: int) -> Tensor:
+    """Decay and beta of every step, float32 [L, N, HV, 2, P]; x and path as in `commit`."""
+    return torch.empty((*x.shape[:2], heads, 2, path.shape[1]), dtype=torch.float32, device=x.device)
 
 
 def commit_unchecked(
@@ -158,7 +167,7 @@ def commit_unchecked(
         x, a, b, A_log, dt_bias, weight, bias, conv_pool, state_pool, slots, path, counts, key_heads,
         silu_activation, track_counts, track_slots, facts, config,
     )  # fmt: skip
-    replay_unchecked(x, state_pool, slots, path, counts, key_heads, track_counts, track_slots, facts, config)
+    replay_unchecked(x, state_pool, slots, counts, key_heads, track_counts, track_slots, facts, config)
 
 
 def convolve_unchecked(
@@ -186,8 +195,7 @@ def convolve_unchecked(
     heads, value_dim, key_dim = state_pool.shape[2:]
     taps = weight.shape[2]
     track = track_counts is not None and track_slots is not None
-    block_steps = min(config.block_steps, triton.next_power_of_2(path.shape[1]))
-    _commit_conv_kernel[(2 * key_heads + heads, layers * batch)](
+    _commit_conv_kernel[(key_heads + heads, layers * batch)](
         x,
         a,
         b,
@@ -203,7 +211,6 @@ def convolve_unchecked(
         track_slots if track else slots,
         facts,
         batch,
-        path.shape[1],
         x.stride(0),
         x.stride(1),
         x.stride(2),
@@ -220,19 +227,19 @@ def convolve_unchecked(
         weight.stride(0),
         weight.stride(1),
         0 if bias is None else bias.stride(0),
-        facts.stride(1),
         H=key_heads,
         HV=heads,
         K=key_dim,
         V=value_dim,
+        P=path.shape[1],
         TAPS=taps,
         BIAS=bias is not None,
         SILU=silu_activation,
         TRACK=track,
-        BLOCKS=triton.cdiv(path.shape[1], block_steps),
-        BP=block_steps,
+        BP=triton.next_power_of_2(path.shape[1]),
         BC=triton.next_power_of_2(max(key_dim, value_dim)),
         num_warps=config.conv_warps,
+        maxnreg=CONV_REGISTERS,
     )
 
 
@@ -240,7 +247,6 @@ def replay_unchecked(
     x: Tensor,
     state_pool: Tensor,
     slots: Tensor,
-    path: Tensor,
     counts: Tensor,
     key_heads: int,
     track_counts: Tensor | None,
@@ -257,7 +263,6 @@ def replay_unchecked(
         x,
         state_pool,
         slots,
-        path,
         counts,
         track_counts if track else counts,
         track_slots if track else slots,
@@ -268,15 +273,16 @@ def replay_unchecked(
         x.stride(2),
         state_pool.stride(0),
         state_pool.stride(1),
-        path.stride(0),
-        facts.stride(1),
         H=key_heads,
         HV=heads,
         K=key_dim,
         V=value_dim,
+        P=facts.shape[4],
         TRACK=track,
-        BK=max(4, triton.next_power_of_2(key_dim)),
+        BK=max(config.pieces, triton.next_power_of_2(key_dim)),
         BV=block_v,
+        PIECES=config.pieces,
+        STAGES=config.stages,
         num_warps=config.num_warps,
         num_stages=1,
     )

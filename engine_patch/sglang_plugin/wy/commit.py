@@ -64,7 +64,7 @@ def commit_paths(
 ) -> None:
     """Advance all layers' pools past the accepted nodes, in place; two launches, no host synchronisation.
 
-    Once a pass: the accepted rows of the stash are overwritten with their convolution.
+    Once a pass: as many first rows of the stash as were accepted are overwritten.
 
     conv_pool     [L, slots, C, W-1];  state_pool  [L, slots, HV, V, K]
     slots         int[N], negative: nothing is written

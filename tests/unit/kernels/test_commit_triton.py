@@ -10,6 +10,7 @@ from ddtree_kernels.commit import commit_naive
 from ddtree_kernels.commit.triton import CommitConfig, commit
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_conv import tree_conv_naive
+from ddtree_kernels.tree_gdn.gates import l2_normalise
 
 from .cases import layer, relative_error
 
@@ -92,26 +93,26 @@ def test_other_head_shapes(key_dim, value_dim, window):
     check(*run_both(layers(1, **options), path, torch.tensor([4, 2])))
 
 
-@pytest.mark.parametrize(("block_steps", "track"), [(1, None), (2, 4), (4, 6)])
-def test_a_path_longer_than_a_block_of_steps(block_steps, track):
-    """Blocks go backwards, because each needs inputs that the one before it will overwrite."""
+@pytest.mark.parametrize("track", [None, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_move_to_the_first_rows_whatever_their_order(dtype, track):
+    """Step t is written to row t, which is another step's input as often as not."""
     path = torch.tensor([[6, 1, 5, 0, 4, 2, 3], [3, 6, 0, 5, 1, 2, 4]])
     slots = (
         {}
         if track is None
         else {"track_counts": torch.tensor([track, 1]), "track_slots": torch.tensor([0, 1])}
     )
-    check(
-        *run_both(
-            layers(slots=[4, 3]), path, torch.tensor([7, 5]), CommitConfig(block_steps=block_steps), **slots
-        )
-    )
+    cases = [replace(case.to(dtype), state_pool=case.state_pool) for case in layers(slots=[4, 3])]
+    bound = 2e-6 if dtype == torch.float32 else 2e-3
+    check(*run_both(cases, path, torch.tensor([7, 5]), **slots), bound=bound)
 
 
-@pytest.mark.parametrize("block_v", [2, 16, 128])
-def test_every_cut_of_a_state_gives_the_same_state(block_v):
+@pytest.mark.parametrize(("block_v", "pieces"), [(2, 4), (16, 8), (128, 16)])
+def test_every_cut_of_a_state_gives_the_same_state(block_v, pieces):
     path = torch.arange(7).expand(2, 7).contiguous()
-    check(*run_both(layers(1, value_dim=12), path, torch.tensor([7, 3]), CommitConfig(block_v=block_v)))
+    config = CommitConfig(block_v=block_v, pieces=pieces)
+    check(*run_both(layers(1, value_dim=12), path, torch.tensor([7, 3]), config))
 
 
 @pytest.mark.parametrize("decay", [None, -4.0, -200.0])
@@ -123,32 +124,36 @@ def test_decays_lose_nothing(decay):
     check(*run_both(cases, path, torch.tensor([7, 5]), CommitConfig(), **track))
 
 
-def test_a_commit_overwrites_keys_and_values_of_its_path_and_nothing_else():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_commit_writes_to_as_many_first_rows_as_it_has_steps_and_nothing_else(dtype):
     """Rows off the path hold NaN: reading one shows in the state."""
     paths, counts = torch.tensor([[5, 0, 3, 6, 1], [2, 4, 6, 1, 3], [0, 1, 2, 3, 4]]), [3, 4, 5]
-    cases = layers(batch=3, width=8, slots=[2, 5, -1])
+    made = [case.to(dtype) for case in layers(batch=3, width=8, slots=[2, 5, -1])]
+    cases = [replace(case, state_pool=case.state_pool.float()) for case in made]
     for case in cases:
         for request, count in enumerate(counts):
             off = [row for row in range(8) if row not in paths[request, :count]]
             case.x[request, off] = torch.nan
+    windows = [case.conv_pool.clone() for case in cases]
     found, expected = run_both(cases, paths, torch.tensor(counts))
-    check(found, expected)
-    keys = cases[0].key_heads * 16
+    check(found, expected, bound=2e-6 if dtype == torch.float32 else 2e-3)
+    width = cases[0].key_heads * 16
     for layer_, case in enumerate(cases):
-        wanted = case.x.clone()
-        fresh = layers(batch=3, width=8, slots=[2, 5, -1])[layer_].conv_pool
+        untouched = torch.ones(case.x.shape, dtype=torch.bool)
         for request, count in enumerate(counts[:2]):
             rows = paths[request, :count]
             chain = torch.arange(count)[None] - 1
             slot = case.slots[request : request + 1]
             mixed = case.x[request : request + 1, rows]
-            convolved = tree_conv_naive(mixed, fresh, slot, case.weight, case.bias, chain)[0]
-            wanted[request, rows, keys:] = convolved[:, keys:]
-        torch.testing.assert_close(found["x"][layer_], wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
-        untouched = torch.ones(wanted.shape, dtype=torch.bool)
-        for request, count in enumerate(counts[:2]):
-            untouched[request, paths[request, :count], keys:] = False
-        assert found["x"][layer_][untouched].view(torch.int32).equal(case.x[untouched].view(torch.int32))
+            convolved = tree_conv_naive(mixed, windows[layer_], slot, case.weight, case.bias, chain)[0]
+            kept = found["x"][layer_][request, :count]
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+            torch.testing.assert_close(kept[:, 2 * width :], convolved[:, 2 * width :], **close)
+            keys = kept[:, : 2 * width].contiguous().view(torch.float32)[:, -width:]
+            expected_keys = l2_normalise(convolved[:, width : 2 * width].float().view(count, -1, 16))
+            torch.testing.assert_close(keys.view(expected_keys.shape), expected_keys, **close)
+            untouched[request, :count, width if dtype == torch.float32 else 0 :] = False
+        assert found["x"][layer_][untouched].view(torch.int16).equal(case.x[untouched].view(torch.int16))
 
 
 def test_nothing_accepted_changes_nothing_and_still_takes_a_snapshot():
@@ -172,6 +177,13 @@ def test_a_snapshot_past_the_accepted_rows_is_not_taken():
     check(found, expected)
     for name in ("conv_pool", "state_pool"):
         assert torch.equal(found[name][:, :2], before[name][:, :2])
+
+
+def test_a_16_bit_stash_of_odd_rows_has_no_room_for_float32_keys():
+    stacked = stack([case.to(torch.bfloat16) for case in layers(key_dim=15)])
+    path, counts = torch.arange(7).expand(2, 7).contiguous(), torch.tensor([1, 1])
+    with pytest.raises(KernelInputError, match="x: found K 15, strides"):
+        commit(**stacked, path=path, counts=counts)
 
 
 def test_wrong_tensors_are_named():
