@@ -7,11 +7,13 @@ In an environment without SGLang nothing here is collected.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,3 +147,44 @@ def published(resolved, configure):
     view = resolved("--speculative-num-draft-tokens", "64")
     publish(record_of(view), role="tokenizer")
     return view
+
+
+@pytest.fixture
+def build_model(plugin, monkeypatch):
+    """A model of a folder, with NaN in every parameter, as rank `rank` of `ranks`."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_parallel, publish
+    from sglang.srt.server_args import prepare_server_args
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    stack = contextlib.ExitStack()
+
+    def construct(kind, folder, rank=0, ranks=1, options=(), quantization=None):
+        argv = ["--model-path", str(folder), "--skip-tokenizer-init", "--tp-size", str(ranks)]
+        argv += ["--attention-backend", "triton", "--linear-attn-backend", "triton"]
+        argv += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--device", "cuda"]
+        record = prepare_server_args([*argv, *options])
+        record.resolve_once()
+        publish(record, role="tokenizer")
+        config = ModelConfig.from_server_args(record).hf_config
+        tensor_group = SimpleNamespace(world_size=ranks, rank_in_group=rank, cpu_group=None)
+        alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+        stack.enter_context(
+            get_parallel().override(
+                tp_group=tensor_group,
+                tp_rank=rank,
+                moe_tp_group=tensor_group,
+                attn_tp_group=tensor_group,
+                attn_tp_rank=rank,
+                pp_group=alone,
+                pp_rank=0,
+            )
+        )
+        model = kind(config, quantization)
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        return model
+
+    with stack:
+        yield construct

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,46 +33,6 @@ def bed(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bed")
     write_folders(folder, small, beds_of(small, EVEN, EVEN_DRAFTER))
     return folder
-
-
-@pytest.fixture
-def build(plugin, monkeypatch):
-    """A model of a folder, with NaN in every parameter, as rank `rank` of `ranks`."""
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_parallel, publish
-    from sglang.srt.server_args import prepare_server_args
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
-    stack = contextlib.ExitStack()
-
-    def construct(kind, folder, rank=0, ranks=1):
-        argv = ["--model-path", str(folder), "--skip-tokenizer-init", "--tp-size", str(ranks)]
-        argv += ["--attention-backend", "triton", "--linear-attn-backend", "triton"]
-        argv += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--device", "cuda"]
-        record = prepare_server_args(argv)
-        record.resolve_once()
-        publish(record, role="tokenizer")
-        config = ModelConfig.from_server_args(record).hf_config
-        tensor_group = SimpleNamespace(world_size=ranks, rank_in_group=rank, cpu_group=None)
-        alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
-        stack.enter_context(
-            get_parallel().override(
-                tp_group=tensor_group,
-                tp_rank=rank,
-                moe_tp_group=tensor_group,
-                attn_tp_group=tensor_group,
-                attn_tp_rank=rank,
-                pp_group=alone,
-                pp_rank=0,
-            )
-        )
-        model = kind(config)
-        for parameter in model.parameters():
-            parameter.data.fill_(float("nan"))
-        return model
-
-    with stack:
-        yield construct
 
 
 def target_class():
@@ -111,8 +69,8 @@ def halves(tensors, rank, ranks, dim=0):
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
-def test_the_targets_parameters_are_the_wide_checkpoint_in_sglangs_layouts(bed, build, rank, ranks):
-    model = build(target_class(), bed / "target", rank, ranks)
+def test_the_targets_parameters_are_the_wide_checkpoint_in_sglangs_layouts(bed, build_model, rank, ranks):
+    model = build_model(target_class(), bed / "target", rank, ranks)
     names = {name for name, _ in model.named_parameters()}
     assert model.load_weights(checkpoint(bed / "target")) == names
     tensors, loaded = wide(bed / "target"), dict(model.named_parameters())
@@ -150,10 +108,10 @@ def test_the_targets_parameters_are_the_wide_checkpoint_in_sglangs_layouts(bed, 
     same("lm_head.weight", "lm_head.weight")
 
 
-def test_norms_cache_what_was_loaded(bed, build):
+def test_norms_cache_what_was_loaded(bed, build_model):
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
-    model = build(target_class(), bed / "target")
+    model = build_model(target_class(), bed / "target")
     model.load_weights(checkpoint(bed / "target"))
     norms = [module for module in model.modules() if isinstance(module, GemmaRMSNorm)]
     assert len(norms) == 2 * len(EVEN.layers) + 2 * EVEN.layers.count("full_attention") + 1
@@ -166,8 +124,8 @@ def test_norms_cache_what_was_loaded(bed, build):
             assert torch.equal(loaded[name.replace(".self_attn", "")], tensor), name
 
 
-def test_the_drafters_parameters_are_the_wide_checkpoint(bed, build):
-    model = build(drafter_class(), bed / "drafter")
+def test_the_drafters_parameters_are_the_wide_checkpoint(bed, build_model):
+    model = build_model(drafter_class(), bed / "drafter")
     model.load_weights(checkpoint(bed / "drafter"))
     tensors, loaded = wide(bed / "drafter"), dict(model.named_parameters())
     assert not any(parameter.isnan().any() for parameter in loaded.values())
@@ -183,19 +141,31 @@ def test_the_drafters_parameters_are_the_wide_checkpoint(bed, build):
     assert {"fc.weight", "norm.weight", "hidden_norm.weight"} <= loaded.keys()
 
 
-def test_a_folder_that_is_no_bed_loads_as_ever(small, build):
-    model = build(target_class(), small / "target")
+def test_a_bed_is_embedded_before_a_server_quantises_it(bed, build_model):
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    fp8 = {"options": ("--quantization", "fp8"), "quantization": Fp8Config()}
+    plain, quantised = (build_model(target_class(), bed / "target", **more) for more in ({}, fp8))
+    for model in (plain, quantised):
+        model.load_weights(checkpoint(bed / "target"))
+    loaded = dict(quantised.named_parameters())
+    for name, tensor in plain.named_parameters():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_folder_that_is_no_bed_loads_as_ever(small, build_model):
+    model = build_model(target_class(), small / "target")
     model.load_weights(checkpoint(small / "target"))
     assert not any(parameter.isnan().any() for parameter in model.parameters())
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(dict(model.named_parameters())[name], dict(checkpoint(small / "target"))[name])
 
 
-def test_a_parameter_that_nothing_fills_is_an_error(bed, build, monkeypatch):
+def test_a_parameter_that_nothing_fills_is_an_error(bed, build_model, monkeypatch):
     from ddtree_engine.bed import embed
 
     monkeypatch.delitem(embed.LINEAR_LAYER, "linear_attn.A_log")
-    model = build(target_class(), bed / "target")
+    model = build_model(target_class(), bed / "target")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.linear_attn\.A_log and 7 more"):
         model.load_weights(checkpoint(bed / "target"))
 
