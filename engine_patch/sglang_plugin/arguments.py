@@ -21,6 +21,8 @@ TREE_TOPK = 2
 DEFAULT_RUNNING = 4
 DEFAULT_BLOCK = 16
 TREE_ATTENTION_BACKENDS = ("triton", "fa3", "flashinfer")
+# What a commit moves and an injection writes is a row a token: no scales of blocks beside it.
+CACHE_TYPES = (None, "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # Of the card, when --mem-fraction-static is not resolved yet.
 STATIC_FRACTION = 0.85
 # Of what the weights leave, kept for the KV cache and the requests' own states.
@@ -143,6 +145,8 @@ TREE_RULES = (
     Rule("speculative_eagle_topk", "--speculative-eagle-topk", lambda value: value in (None, TREE_TOPK),
          f"{TREE_TOPK} or nothing: with 1 the recurrent layers would run the tree as a chain; the number of "
          f'candidates per position is "topk" in {VARIABLE}'),
+    Rule("kv_cache_dtype", "--kv-cache-dtype", lambda value: value in CACHE_TYPES,
+         ", ".join(kind for kind in CACHE_TYPES if kind)),
     Rule("enable_linear_replayssm_spec", "--enable-linear-replayssm-spec", _off, "off (no state per node)"),
 )  # fmt: skip
 

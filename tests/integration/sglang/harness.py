@@ -149,7 +149,7 @@ def make_runner(monkeypatch, requests, columns=128):
     embedding = torch.nn.Embedding(VOCABULARY, 8)
     runner = SimpleNamespace(
         spec_algorithm=SimpleNamespace(is_standalone=lambda: False),
-        model_config=SimpleNamespace(vocab_size=VOCABULARY, model_is_mrope=False),
+        model_config=SimpleNamespace(vocab_size=VOCABULARY, model_is_mrope=False, quantization=None),
         model=SimpleNamespace(get_input_embeddings=lambda: embedding),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: cache),
@@ -159,6 +159,7 @@ def make_runner(monkeypatch, requests, columns=128):
         watermark_state=None,
         device="cpu",
         dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
         page_size=1,
         attn_backend=SimpleNamespace(
             verify_mask=None,

@@ -131,3 +131,22 @@ def test_a_cache_without_memory_behind_it_is_left_alone(check, monkeypatch):
     report, pool = check("rows in order")
     assert list(report) == ["skipped"]
     assert pool.req_to_token[1].any()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache", "count"),
+    [
+        (None, torch.bfloat16, 2),
+        (None, torch.float8_e4m3fn, 1),
+        (None, torch.float8_e5m2, 1),
+        ("fp8", torch.bfloat16, 1),
+    ],
+)
+def test_the_tolerance_is_that_of_the_coarsest_numbers(quantization, cache, count):
+    runner = SimpleNamespace(
+        dtype=torch.bfloat16,
+        kv_cache_dtype=cache,
+        model_config=SimpleNamespace(quantization=quantization),
+    )
+    assert self_check._bytes(runner) == count
+    assert count in self_check.TOLERANCE
