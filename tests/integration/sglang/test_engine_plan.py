@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ddtree_engine.reference import pair_path
 
 TOOLS = Path(__file__).parents[3] / "tools" / "gpu"
 sys.path.insert(0, str(TOOLS))
@@ -14,8 +15,11 @@ from engine import arms, diagnosis, host, step_times  # noqa: E402 - the folder 
 
 
 @pytest.fixture
-def context(pair, tmp_path):
-    options = argparse.Namespace(pair=pair["target"].parent, out=tmp_path, minutes=1)
+def context(pair, tmp_path, request):
+    # The kinds of checkpoints are written from a real pair.
+    kind = arms.ARMS[request.node.callspec.params.get("name", "ar")].kind
+    folder = pair["target"].parent if kind is None else pair_path()
+    options = argparse.Namespace(pair=folder, out=tmp_path, minutes=1)
     return host.Context(options, site=tmp_path, raw=tmp_path)
 
 
@@ -33,7 +37,9 @@ def resolve(argv, plugin):
 KINDS = """
 ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-log-float32 tree32-cached
 tree32-pages tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy
-tree32-cached-wy tree64-widths tree64-widths-wy tree64-auto
+tree32-cached-wy tree64-widths tree64-widths-wy tree64-auto tree32-text tree32-vision tree32-vision-wy
+ar-vision dflash-window tree32-window tree32-long dflash-long ar-long ar-fp8 tree32-fp8 tree32-fp8-wy
+tree32-fp8-drafter ar-kv8 tree32-kv8
 """.split()  # noqa: SIM905
 
 
@@ -45,7 +51,7 @@ def test_every_kind_of_arm_resolves_to_what_it_says(name, context, plugin, monke
     environment = context.environment(arm, name)
     if "SGLANG_DDTREE_CONFIG" in environment:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", environment["SGLANG_DDTREE_CONFIG"])
-    view = resolve(arms.argv_of(context.options.pair, arm, 30000), plugin)
+    view = resolve(arms.argv_of(context.pair_of(arm), arm, 30000), plugin)
     assert view.max_running_requests == 8
     assert not view.disable_overlap_schedule
     if arm.width is not None:
@@ -95,6 +101,31 @@ def test_the_simpler_ways_of_a_broken_arm_resolve(way, context, plugin, monkeypa
     assert view.disable_cuda_graph == (way in ("no-graphs", "blocking"))
     assert view.disable_overlap_schedule == (way == "no-overlap")
     assert ("CUDA_LAUNCH_BLOCKING" in environment) == (way == "blocking")
+
+
+def test_answers_about_pictures_and_long_texts_are_judged_by_gaps():
+    from engine.checkpoints import against
+
+    best = [[-0.1, 5, None], [-0.35, 6, None], [-3.0, 7, None]]
+    said = {"output_ids": [5, 5], "best": [best, best], "spec_verify_ct": 32}
+    other, far = said | {"output_ids": [5, 6]}, said | {"output_ids": [9, 5]}
+    refused = {"status": 400, "body": ""}
+    theirs = {"alone": [said] * 4}
+    found = against({"alone": [said, other, far, refused]}, theirs)
+    assert (found["compared"], found["identical"]) == (3, 1)
+    assert found["gaps"] == [0.25, None]
+    assert found["refused"] == ["400, reference 200"]
+    assert found["accept_length"] == 2.0
+
+
+def test_arms_of_other_numbers_are_not_compared():
+    from engine.judgement import comparable
+
+    assert comparable("tree32-vision", "ar")
+    assert comparable("tree32-fp8", "ar-fp8")
+    assert comparable("tree32-window", "dflash")
+    for pair in (("tree32-fp8", "ar"), ("tree32-kv8", "ar-fp8"), ("tree32", "ar-kv8"), ("tree32-tp2", "ar")):
+        assert not comparable(*pair)
 
 
 def test_the_plugins_metadata_is_found_as_an_installed_package_is(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Arm:
     config: dict[str, Any] | None = None
     flags: tuple[str, ...] = ("--disable-radix-cache", "--grammar-backend", "none")
     environment: tuple[tuple[str, str], ...] = ()
+    # Of the small pair, the folders that `checkpoints` writes; None is the pair as it is.
+    kind: str | None = None
 
 
 def tree(
@@ -42,6 +44,16 @@ def tree(
 
 
 CACHED = ("--grammar-backend", "none")
+# SGLang's own attention for towers: the default needs kernels that a bundle does not carry.
+PICTURES = (*Arm.flags, "--mm-attention-backend", "triton_attn")
+LONG_OPTIONS = "--context-length 40000 --max-total-tokens 98304 --chunked-prefill-size 8192".split()  # noqa: SIM905
+LONG = (*Arm.flags, *LONG_OPTIONS)
+FP8 = (*Arm.flags, "--quantization", "fp8")
+# As long as FP8 is asked for on the command line, the drafter takes it from the target.
+FP8_TARGET = (*FP8, "--speculative-draft-model-quantization", "unquant")
+FP8_CACHE = (*Arm.flags, "--kv-cache-dtype", "fp8_e4m3")
+# Widths of 12 and 320 columns, and a bundle's few kernels: SGLang's FP8 product in Triton takes all of them.
+TRITON_FP8 = (("USE_TRITON_W8A8_FP8_KERNEL", "1"),)
 EAGER = (*Arm.flags, "--disable-cuda-graph")
 ARMS: dict[str, Arm] = {
     "ar": Arm(),
@@ -85,6 +97,22 @@ ARMS: dict[str, Arm] = {
     "tree64-widths": tree(64, widths=[16, 32, 64], self_check=4),
     "tree64-widths-wy": tree(64, widths=[16, 32, 64], state="wy", self_check=4),
     "tree64-auto": tree(64, widths=[16, 32, 64], budget="auto", costs="@tree64-widths.costs.json"),
+    # The same pair as the checkpoints that users have.
+    "tree32-text": replace(tree(32, self_check=4), kind="text"),
+    "tree32-vision": replace(tree(32, flags=PICTURES, self_check=4), kind="vision"),
+    "tree32-vision-wy": replace(tree(32, flags=PICTURES, state="wy", self_check=4), kind="vision"),
+    "ar-vision": Arm(flags=PICTURES, kind="vision"),
+    "dflash-window": Arm("DFLASH", kind="window"),
+    "tree32-window": replace(tree(32), kind="window"),
+    "tree32-long": replace(tree(32, flags=LONG, self_check=4), kind="long"),
+    "dflash-long": Arm("DFLASH", flags=LONG, kind="long"),
+    "ar-long": Arm(flags=LONG, kind="long"),
+    "ar-fp8": Arm(flags=FP8, environment=TRITON_FP8),
+    "tree32-fp8": replace(tree(32, flags=FP8_TARGET, self_check=4), environment=TRITON_FP8),
+    "tree32-fp8-wy": replace(tree(32, flags=FP8_TARGET, state="wy", self_check=4), environment=TRITON_FP8),
+    "tree32-fp8-drafter": replace(tree(32, flags=FP8), environment=TRITON_FP8),
+    "ar-kv8": Arm(flags=FP8_CACHE),
+    "tree32-kv8": tree(32, flags=FP8_CACHE, self_check=4),
     "ar-tp2": Arm(flags=(*Arm.flags, "--tp-size", "2")),
     "tree32-tp2": tree(32, flags=(*Arm.flags, "--tp-size", "2")),
 }
@@ -172,6 +200,27 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree32-wy": ["greedy"],
         "tree64-wy": ["greedy"],
     },
+    "checkpoints": {
+        "ar": ["greedy", "ties"],
+        "tree32": ["greedy", "info"],
+        "tree32-text": ["greedy", "info"],
+        "tree32-vision": ["greedy", "images", "info"],
+        "ar-vision": ["images"],
+        "tree32-vision-wy": ["greedy", "images", "info"],
+        "dflash-window": ["greedy"],
+        "tree32-window": ["greedy", "info"],
+        "ar-long": ["long"],
+        "tree32-long": ["long", "info"],
+        "dflash-long": ["long"],
+    },
+    # Each in a run of its own: the first server is the reference, and of the same numbers.
+    "fp8": {
+        "ar-fp8": ["greedy", "ties"],
+        "tree32-fp8": ["greedy", "info"],
+        "tree32-fp8-wy": ["greedy", "info"],
+        "tree32-fp8-drafter": ["greedy", "info"],
+    },
+    "kv8": {"ar-kv8": ["greedy", "ties"], "tree32-kv8": ["greedy", "info"]},
     "k": {"ar-tp2": ["greedy", "ties"], "tree32-tp2": ["greedy", "info"]},
 }
 # Stages that are not gates' arms: their own servers, one at a time.

@@ -58,7 +58,7 @@ def diagnose(context: Context, broken: Mapping[str, str], port: Callable[[], int
         try:
             for way, arm in simpler(ARMS[name]).items():
                 at = port()
-                argv = argv_of(context.options.pair, arm, at)
+                argv = argv_of(context.pair_of(arm), arm, at)
                 servers[way] = Server(context, f"{name}.{way}", arm, at, argv)
             for way, server in servers.items():
                 ready = server.wait(min(START_LIMIT, max(10.0, context.seconds_left() - 25)))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine import checkpoints
 from engine.arms import Arm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,6 +82,11 @@ class Context:
             environment["SGLANG_DDTREE_CONFIG"] = json.dumps(config)
         environment.update(arm.environment)
         return environment
+
+    def pair_of(self, arm: Arm) -> Path:
+        """The folder with the target/ and drafter/ that an arm serves."""
+        pair = Path(self.options.pair)
+        return pair if arm.kind is None else checkpoints.folder_of(arm.kind, pair, self.site / "pairs")
 
     def _placed(self, value: Any, name: str) -> Any:
         """`@steps` is the arm's own folder, any other `@file` what an earlier arm left."""

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from engine import ties, widths
+from engine import checkpoints, ties, widths
 from engine.host import Context
 from engine.servers import Server
 
 # Best tokens asked for where executions part; a token that is not among them is no near-tie.
 ASKED = 8
+# Arms that others are compared with.
+REFERENCES = ("ar", "ar-tp2", "ar-fp8", "ar-kv8", "dflash")
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
@@ -25,9 +27,9 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[int], list[int]]]:
     """(where, number, prompt, one output, the other) of all executions that should agree."""
     outputs = greedy_outputs(context)
-    for reference in ("ar", "ar-tp2", "dflash"):
+    for reference in REFERENCES:
         for arm, rows in outputs.items():
-            if reference not in outputs or arm == reference or (reference == "ar" and "tp2" in arm):
+            if reference not in outputs or not comparable(arm, reference):
                 continue
             for number, (mine, theirs) in enumerate(zip(rows, outputs[reference], strict=True)):
                 yield f"{arm} against {reference}", number, context.prompts[number], mine, theirs
@@ -50,6 +52,17 @@ def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[in
                 mine, theirs = problem["problem"]["output_ids"], loaded["expected"][number]
                 yield f"{arm} load", number, loaded["prefixes"][number], mine, theirs
     yield from widths.comparisons(context.results, context.prompts)
+
+
+def comparable(arm: str, reference: str) -> bool:
+    """Whether two arms should agree: not with other numbers in weights or cache, or over two ranks."""
+    if arm == reference:
+        return False
+    if reference == "ar-tp2":
+        return True
+    return all((mark in arm) == (mark in reference) for mark in ("tp2", "fp8", "kv8")) or (
+        reference == "dflash" and "tp2" in arm
+    )
 
 
 def greedy_outputs(context: Context) -> dict[str, list[list[int]]]:
@@ -115,6 +128,10 @@ def judge(context: Context) -> None:
             line["self_check"] = check
         if arm.endswith("-wy") and arm.removesuffix("-wy") in context.results:
             line["against_snapshots"] = against_snapshots(runs, context.results[arm.removesuffix("-wy")])
+        for workload, reference in (("images", "ar-vision"), ("long", "ar-long")):
+            answers = context.results.get(reference, {}).get(workload)
+            if runs.get(workload) and answers:
+                line[workload] = checkpoints.against(runs[workload], answers)
         if runs.get("widths"):
             line["widths"] = widths.figures(arm, context.results)
         if runs.get("auto"):

@@ -75,7 +75,7 @@ class Run:
         try:
             for name in group:
                 port = self.port()
-                argv = argv_of(self.context.options.pair, ARMS[name], port)
+                argv = argv_of(self.context.pair_of(ARMS[name]), ARMS[name], port)
                 servers.append(Server(self.context, name, ARMS[name], port, argv))
             # Side by side: a server that waits for its turn holds up the next group.
             with concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:

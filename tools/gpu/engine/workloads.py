@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from engine.checkpoints import images, long
 from engine.host import Context
 from engine.servers import Server
 from engine.widths import auto, widths
@@ -389,6 +390,6 @@ WORKLOADS: dict[str, Callable[[Context, Server], Any]] = {
     function.__name__: function
     for function in (
         greedy, ties, info, steps, cache, lengths, batches, padded, kinds,
-        aborts, load, draws, features, grammar, refusals, fixtures, widths, auto,
+        aborts, load, draws, features, grammar, refusals, fixtures, widths, auto, images, long,
     )
 }  # fmt: skip
