@@ -10,8 +10,9 @@ Needs on the host: Python 3.12, a CUDA build of torch, `tokenizers`; SGLang itse
 
 Stages are the gates of the engine (a..k), `smoke`, `paths`, `wy` (replayed states beside stored ones),
 `widths` and `widths-wy` (several widths in one server, each beside the arm that has only this one; with
-`--parallel 1` where the seconds that the policy reads are to mean something), `step` and `step-wy` (step
-times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads that the stages
+`--parallel 1` where the seconds that the policy reads are to mean something), `checkpoints` (the pair as the
+27B's class, with pictures, a short window and long texts), `fp8` and `kv8` (each in a run of its own), `step`
+and `step-wy` (step times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads that the stages
 ask of it. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one JSON file per
 arm and workload; `judge-*.json` in it has the figures that need no statistics; `tools/gpu/engine_summary.py`
 makes the gates of them. An arm that fails stops nothing else; in `smoke` it is started again in simpler ways
