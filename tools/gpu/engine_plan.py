@@ -12,12 +12,12 @@ Stages are the gates of the engine (a..k), `smoke`, `paths`, `wy` (replayed stat
 `widths` and `widths-wy` (several widths in one server, each beside the arm that has only this one; with
 `--parallel 1` where the seconds that the policy reads are to mean something), `checkpoints` (the pair as the
 27B's class, with pictures, a short window and long texts), `fp8` and `kv8` (each in a run of its own), `step`
-and `step-wy` (step times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads that the stages
-ask of it. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one JSON file per
-arm and workload; `judge-*.json` in it has the figures that need no statistics; `tools/gpu/engine_summary.py`
-makes the gates of them. An arm that fails stops nothing else; in `smoke` it is started again in simpler ways
-to see which part fails. What does not fit into `--minutes` is listed as left over, and the plan ends by
-itself.
+and `step-wy` (step times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads
+that the stages ask of it. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one
+JSON file per arm and workload; `judge-*.json` in it has the figures that need no statistics;
+`tools/gpu/engine_summary.py` makes the gates of them. An arm that fails stops nothing else; in `smoke` it is
+started again in simpler ways to see which part fails. What does not fit into `--minutes` is listed as left
+over, and the plan ends by itself.
 """
 
 from __future__ import annotations

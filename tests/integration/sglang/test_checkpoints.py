@@ -210,3 +210,32 @@ def test_quantising_while_loading_leaves_the_recurrent_layers_parameters_as_they
         if not name.endswith((".k_scale", ".v_scale")):
             assert not one.isnan().any(), name
             assert name.rsplit(".", 1)[0] in quantised or one.dtype == before[name].dtype, name
+
+
+def test_a_blocks_attention_in_a_window_is_what_the_cpu_engine_sees(plugin):
+    """SGLang's window buffers and kernel against the CPU engine's rows, shorter and longer than the window."""
+    from ddtree_engine.reference.drafter import Drafter
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    window, block, heads, kv_heads, dim = 8, 4, 2, 1, 16
+    rng = torch.Generator().manual_seed(0)
+
+    def rows(count, width):
+        return torch.randn(count, width, dim, generator=rng)
+
+    for prefix in (3, 8, 21):
+        q, k, v = rows(block, heads), rows(prefix + block, kv_heads), rows(prefix + block, kv_heads)
+        # As SGLang's backend cuts it: the last `window - 1` slots, numbered from the first of them.
+        kept = min(prefix, window - 1)
+        out = torch.zeros(block, heads, dim)
+        ints = torch.tensor
+        extend_attention_fwd(
+            q, k[prefix:].contiguous(), v[prefix:].contiguous(), out, k, v,
+            ints([0, block]), ints([0, kept]), torch.arange(prefix - kept, prefix), None, True, None, block,
+            1.0, 1.0, sliding_window_size=window - 1, window_kv_offsets=ints([prefix - kept]),
+        )  # fmt: skip
+        seer = SimpleNamespace(config=SimpleNamespace(window=window))
+        first, bias = Drafter._visible(seer, True, True, prefix, block)
+        scores = torch.einsum("qhd,kd->hqk", q, k[first:, 0]) / dim**0.5 + bias
+        expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[first:, 0])
+        assert (out - expected).abs().max() < 1e-5, prefix
