@@ -213,7 +213,7 @@ def test_quantising_while_loading_leaves_the_recurrent_layers_parameters_as_they
 
 
 def test_a_blocks_attention_in_a_window_is_what_the_cpu_engine_sees(plugin):
-    """SGLang's window buffers and kernel against the CPU engine's rows, shorter and longer than the window."""
+    """SGLang's kernel against the CPU engine's rows, behind prefixes shorter and longer than the window."""
     from ddtree_engine.reference.drafter import Drafter
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
