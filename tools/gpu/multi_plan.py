@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Several cards of one host: arms side by side, what cards and neighbours change, and ranks against replicas.
 
-    python3 tools/gpu/multi_plan.py --out $OUT
+    python3 tools/gpu/multi_plan.py --stages replicas --out $OUT
     python3 tools/gpu/multi_plan.py --stages tp --out $OUT
     python3 tools/gpu/multi_plan.py --model bed --out $OUT
 
@@ -9,7 +9,8 @@ Stage `replicas` starts every arm on every card, so that arms change cards witho
 each layout is loaded for some seconds by this one process: DDTREE alone on one card, each arm on all cards,
 and the arms side by side, every card with the next arm. Stage `tp` holds DDTREE over 2, 4 and 8 cards
 against DDTREE with one replica a card, under the same number of requests on the host; widths that the
-model's heads do not allow are named (the small pair has 2: `--model bed` takes the 27B's heads). Greedy
+model's heads do not allow are named (the small pair has 2: `--model bed` takes the 27B's heads). Both
+stages in one call, the default, are for hosts whose kernels are compiled: cold, each needs its own. Greedy
 answers of all servers are compared, and first differences judged as near-ties.
 
 Needs what `engine_plan.py` needs, and 2 cards or more. NVLink multicast is off in every server. Raw answers,
@@ -104,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=128, help="of every answer")
     add("--rounds", type=int, help="of loads, all layouts in each; default: one for each arm, at least 3")
-    add("--seconds", type=float, default=5.0, help="of one load")
+    add("--seconds", type=float, default=4.0, help="of one load")
     options = parser.parse_args()
     options.gpus = options.gpus or count_cards()
     if options.gpus < 2:
@@ -190,17 +191,23 @@ class Plan:
             context.keep("replicas", "differences", found)
         context.save()
         if loads:
-            context.keep("replicas", "loads", self._rounds("replicas", self._layouts, floor))
-            context.save()
+            rows: list[dict[str, Any]] = []
+            for in_flight in (
+                1,
+                RUNNING,
+            ):  # all rounds of the one first: the floor and the arms are judged by it
+                rows += self._rounds("replicas", partial(self._layouts, in_flight), floor)
+                context.keep("replicas", "loads", rows)
+                context.save()
 
-    def _layouts(self, number: int) -> Iterator[tuple[str, list[str], int]]:
+    def _layouts(self, in_flight: int, number: int) -> Iterator[tuple[str, list[str], int]]:
         """(layout, its servers, requests of each) of a round."""
         arms, gpus = self.options.arms, self.options.gpus
-        yield "alone", [f"{TREE}-c{number % gpus}"], 1
-        for in_flight in (1, RUNNING):
-            for arm in arms:
-                yield f"all-{arm}", [f"{arm}-c{card}" for card in range(gpus)], in_flight
-            yield "side-by-side", side_by_side(arms, gpus, number), in_flight
+        if in_flight == 1:
+            yield "alone", [f"{TREE}-c{number % gpus}"], in_flight
+        for arm in arms:
+            yield f"all-{arm}", [f"{arm}-c{card}" for card in range(gpus)], in_flight
+        yield "side-by-side", side_by_side(arms, gpus, number), in_flight
 
     def _wide(self, tp: int, floor: float) -> None:
         """DDTREE over `tp` cards beside its replicas of one card, in turns."""

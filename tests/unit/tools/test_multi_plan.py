@@ -219,6 +219,10 @@ def test_arms_are_compared_on_the_same_card():
         loads({"dflash-c0": 100, "ddtree-c1": 60}, "side-by-side", 0),
         loads({"ddtree-c0": 120, "dflash-c1": 40}, "side-by-side", 1),
     ]
+    third = loads({"ar-c0": 10, "ddtree-c1": 60}, "side-by-side", 2)
+    layout = multi_figures.layout_rows({"replicas": {"loads": [*rows, third]}}, "replicas")[0]
+    assert layout["tokens_per_second"] == 130  # the mean of all rounds, since each has other arms
+    assert layout["arms"] == ["ar", "ddtree", "dflash"]
     found = multi_figures.arms_by_card(rows, ["dflash", "ddtree"])
     assert found == {"dflash": {"median": 1.35, "lowest": 1.2, "highest": 1.5, "count": 2}}
 

@@ -51,15 +51,17 @@ def _layout_row(results: Results, stage: str, name: str, rows: Sequence[Row]) ->
     replicas = len(rows[0]["servers"])
     tp = int(name.removeprefix("tp").partition("-")[0]) if name.startswith("tp") else 1
     rates = [sum(map(rate, row["servers"].values())) for row in rows]
+    arms = sorted({server.partition("-")[0] for server in servers})
     return {
         "layout": name,
         "stage": stage,
-        "arms": sorted({server.partition("-")[0] for server in servers}),
+        "arms": arms,
         "tp": tp,
         "replicas": replicas,
         "gpus": tp * replicas,
         "in_flight": rows[0]["in_flight"] * replicas,
-        "tokens_per_second": statistics.median(rates),
+        # Side by side every round has other arms: the mean counts all of them.
+        "tokens_per_second": (statistics.fmean if len(arms) > 1 else statistics.median)(rates),
         "lowest": min(rates),
         "highest": max(rates),
         "rounds": len(rows),
