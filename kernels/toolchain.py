@@ -23,15 +23,22 @@ HOPPER = 9
 
 @cache
 def right_ptxas() -> tuple[str, str] | None:
-    """Path and version of a ptxas that is right about wgmma: Triton's choice if it is, else Blackwell's."""
+    """Path and version of a ptxas that is right about wgmma: Triton's choice if it is, else Blackwell's.
+
+    None where there is none, or where Triton would not call it.
+    """
     tools = triton.knobs.nvidia
     for name in ("ptxas", "ptxas_blackwell"):
         try:
             found = getattr(tools, name)
         except (AttributeError, RuntimeError):  # an older Triton; none that runs
             continue
-        if tuple(map(int, found.version.split("."))) >= RIGHT_SINCE:
-            return found.path, found.version
+        if tuple(map(int, found.version.split("."))) < RIGHT_SINCE:
+            continue
+        with assembled_by(found.path):
+            # A choice made in code, `triton.knobs.nvidia.ptxas = ...`, wins over the variable.
+            if tools.ptxas.path == found.path:
+                return found.path, found.version
     return None
 
 

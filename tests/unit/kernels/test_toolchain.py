@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import triton
 from ddtree_kernels import toolchain
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn.triton import (
@@ -58,6 +59,13 @@ def test_the_users_own_choice_of_ptxas_is_put_back(before, monkeypatch):
         fail()
     assert inside == ["/new/ptxas"]
     assert os.environ.get(toolchain.VARIABLE) == before
+
+
+def test_a_choice_in_code_that_no_variable_undoes_leaves_none():
+    tools = triton.knobs.nvidia
+    with tools.scope():
+        tools.ptxas = tools.ptxas.path
+        assert toolchain.right_ptxas.__wrapped__() is None
 
 
 COMPILE = """
