@@ -262,7 +262,8 @@ def survey(view: ServerArguments, config: Config, card_bytes: int) -> Surroundin
         )
         if shape is not None:
             node_bytes = shape.stash_bytes if config.state is StateStore.WY else shape.node_bytes
-    weights = memory.weight_bytes(target) + memory.weight_bytes(drafter)
+    weights = memory.weight_bytes(target, view.quantization)
+    weights += memory.weight_bytes(drafter, view.speculative_draft_model_quantization)
     return Surroundings(
         draft_block=_draft_block(memory.text_config_of(drafter)),
         node_bytes=node_bytes,

@@ -8,6 +8,8 @@ buffers are allocated at start, for one request more than may run.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from ddtree_engine.sglang_plugin.errors import ArgumentError
 WIDTHS = (128, 64, 32, 16, 8)
 MIB = 2**20
 GIB = 2**30
+# Two-dimensional weights that FP8 leaves as they are; a vision tower's are counted so to be safe.
+KEPT = re.compile(r"embed_tokens|lm_head|visual\.")
 
 
 @dataclass(frozen=True)
@@ -149,11 +153,44 @@ def checkpoint_folder(model_path: str, cache: str | None = None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def weight_bytes(folder: Path | None) -> int:
-    """Bytes of a checkpoint's safetensors files; 0 for none."""
+def weight_bytes(folder: Path | None, quantization: str | None = None) -> int:
+    """Bytes that a checkpoint takes once it is loaded; 0 for none.
+
+    quantization  "fp8" shrinks linear layers while they load, unless the checkpoint is quantised already;
+                  what any other scheme makes of it is not known, and counted as it is stored
+    """
     if folder is None:
         return 0
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    files = list(folder.glob("*.safetensors"))
+    if quantization == "fp8" and "quantization_config" not in _config_of(folder):
+        return sum(_fp8_bytes(file) for file in files)
+    return sum(file.stat().st_size for file in files)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def _fp8_bytes(file: Path) -> int:
+    """Bytes of a file's tensors with a byte for every element of a linear layer's weight."""
+    from safetensors import safe_open
+
+    total = 0
+    with safe_open(file, framework="numpy") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - it is no dict
+            tensor = tensors.get_slice(name)
+            shape = tensor.get_shape()
+            linear = len(shape) == 2 and name.endswith(".weight") and not KEPT.search(name)
+            total += math.prod(shape) * (1 if linear else _stored_bytes(tensor.get_dtype()))
+    return total
+
+
+def _stored_bytes(dtype: str) -> int:
+    """Of an element in safetensors' name of its type: BF16, F32, F8_E4M3, I64."""
+    digits = re.search(r"\d+", dtype)
+    return 1 if digits is None else int(digits[0]) // 8
 
 
 def text_config_of(folder: Path | None) -> dict[str, Any] | None:

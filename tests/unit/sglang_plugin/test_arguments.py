@@ -1,12 +1,16 @@
 """Arguments without SGLang: what is refused, what is computed. SGLang's own resolution: integration tests."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ddtree_engine.sglang_plugin import arguments, memory
 from ddtree_engine.sglang_plugin.arguments import Surroundings, resolve
 from ddtree_engine.sglang_plugin.config import parse_config
 from ddtree_engine.sglang_plugin.errors import ArgumentError
+from safetensors.numpy import save_file
 
 QWEN36_27B = {
     "num_hidden_layers": 64,
@@ -72,6 +76,52 @@ def test_a_hub_name_is_found_in_the_cache_and_an_unknown_one_is_not(tmp_path):
     assert memory.checkpoint_folder("org/other", cache=str(tmp_path)) is None
     assert memory.checkpoint_folder("/no/such/folder", cache=str(tmp_path)) is None
     assert memory.checkpoint_folder(str(snapshot)) == snapshot
+
+
+def write_checkpoint(folder, **config):
+    save_file(
+        {
+            "model.embed_tokens.weight": np.zeros((8, 4), np.float16),
+            "lm_head.weight": np.zeros((8, 4), np.float16),
+            "model.layers.0.linear_attn.in_proj_qkv.weight": np.zeros((6, 4), np.float16),
+            "model.layers.0.linear_attn.conv1d.weight": np.zeros((6, 1, 4), np.float16),
+            "model.layers.0.linear_attn.A_log": np.zeros((3,), np.float32),
+            "model.visual.blocks.0.attn.proj.weight": np.zeros((4, 4), np.float16),
+        },
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_weights_quantised_while_loading_count_a_byte_for_what_fp8_shrinks(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    assert memory.weight_bytes(folder, "fp8") == 2 * 32 * 2 + 24 + 24 * 2 + 3 * 4 + 16 * 2
+    # As they are stored: not quantised, in a scheme nobody has looked at, or in FP8 already.
+    stored = (folder / "model.safetensors").stat().st_size
+    assert memory.weight_bytes(folder) == memory.weight_bytes(folder, "modelopt_fp4") == stored
+    quantised = write_checkpoint(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert memory.weight_bytes(quantised, "fp8") == stored
+
+
+def test_a_server_that_quantises_while_loading_has_room_for_more(tmp_path):
+    paths = {
+        "model_path": str(tmp_path / "target"),
+        "speculative_draft_model_path": str(tmp_path / "drafter"),
+    }
+    for path in paths.values():
+        Path(path).mkdir()
+        write_checkpoint(Path(path))
+    changed = {**paths, "tp_size": 1, "mamba_ssm_dtype": None, "speculative_draft_model_quantization": None}
+    plain, fp8, both = (
+        arguments.survey(
+            view(**(changed | {"quantization": target, "speculative_draft_model_quantization": drafter})),
+            TREE,
+            CARD_96,
+        ).weight_bytes
+        for target, drafter in ((None, None), ("fp8", None), ("fp8", "fp8"))
+    )
+    assert plain - fp8 == fp8 - both > 0
 
 
 def test_a_model_without_recurrent_layers_needs_no_states():
