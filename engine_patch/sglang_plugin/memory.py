@@ -162,15 +162,9 @@ def weight_bytes(folder: Path | None, quantization: str | None = None) -> int:
     if folder is None:
         return 0
     files = list(folder.glob("*.safetensors"))
-    if quantization == "fp8" and "quantization_config" not in _config_of(folder):
+    if quantization == "fp8" and "quantization_config" not in (_config_of(folder) or {}):
         return sum(_fp8_bytes(file) for file in files)
     return sum(file.stat().st_size for file in files)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
 
 
 def _fp8_bytes(file: Path) -> int:
@@ -195,8 +189,15 @@ def _stored_bytes(dtype: str) -> int:
 
 def text_config_of(folder: Path | None) -> dict[str, Any] | None:
     """The text part of a checkpoint's config.json; None without one."""
+    data = _config_of(folder)
+    if data is None:
+        return None
+    nested = data.get("text_config")
+    return nested if isinstance(nested, dict) else data
+
+
+def _config_of(folder: Path | None) -> dict[str, Any] | None:
     if folder is None or not (file := folder / "config.json").is_file():
         return None
     data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    nested = data.get("text_config")
-    return nested if isinstance(nested, dict) else data
+    return data

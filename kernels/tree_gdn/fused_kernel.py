@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from ddtree_kernels.tree_gdn.products import dot, dot_stored
-from ddtree_kernels.tree_gdn.wy_kernels import _decay, _gate_rows, _products, _rows
+from ddtree_kernels.tree_gdn.wy_kernels import _block_inverses, _decay, _gate_rows, _products, _rows
 
 
 @triton.jit
@@ -45,18 +45,7 @@ def _path_sums(first, second, exact, rest, BQ: tl.constexpr):
 @triton.jit
 def _inverse(A, BQ: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower triangular A [BQ, BQ]: substitution in 16 rows, then bounded products."""
-    BLOCKS: tl.constexpr = BQ // 16
-    block = tl.arange(0, BLOCKS)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(A, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
-    row = tl.arange(0, 16)[None, :, None]
-    column = tl.arange(0, 16)[None, None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros((BLOCKS, 16, 16), tl.float32)
-    for i in tl.range(1, 16, loop_unroll_factor=1, disable_licm=True):
-        factors = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
-        update = tl.sum(factors[:, :, None] * inverse, axis=1)
-        inverse = tl.where(row == i, inverse - update[:, None, :], inverse)
-    T = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (BQ, BQ))
+    T = _block_inverses(A, BQ)
     if BQ > 16:
         part = tl.arange(0, BQ) // 16
         N = dot(T, tl.where(part[:, None] != part[None, :], A, 0.0), PRECISION)

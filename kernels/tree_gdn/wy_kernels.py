@@ -76,8 +76,8 @@ def _products(
 
 
 @triton.jit
-def _unit_lower_inverse(L, BQ: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 for strictly lower triangular L [BQ, BQ]: by substitution in 16 rows, then doubling."""
+def _block_inverses(L, BQ: tl.constexpr):
+    """The inverses of I + L's diagonal blocks of 16 rows, 0 elsewhere; L as in `_unit_lower_inverse`."""
     BLOCKS: tl.constexpr = BQ // 16
     block = tl.arange(0, BLOCKS)
     same = block[:, None, None, None] == block[None, None, :, None]
@@ -89,7 +89,13 @@ def _unit_lower_inverse(L, BQ: tl.constexpr, PRECISION: tl.constexpr):
         factors = tl.sum(tl.where(row == i, diagonal, 0.0), axis=1)
         update = tl.sum(factors[:, :, None] * inverse, axis=1)
         inverse = tl.where(row == i, inverse - update[:, None, :], inverse)
-    T = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (BQ, BQ))
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (BQ, BQ))
+
+
+@triton.jit
+def _unit_lower_inverse(L, BQ: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 for strictly lower triangular L [BQ, BQ]: by substitution in 16 rows, then doubling."""
+    T = _block_inverses(L, BQ)
     if BQ == 32:
         half = tl.arange(0, BQ) // 16
         step = dot(tl.where(half[:, None] != half[None, :], L, 0.0), T, PRECISION)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.arms import Arm, launch_argv
-from engine.host import ROOT, Context
+from engine.host import Context, add_host_options
 from engine.servers import START_LIMIT, Server
 
 PACKAGE = "ddtree_engine.bed.sglang_models"
@@ -51,9 +50,7 @@ WITHIN = 0.01
 class BedContext(Context):
     """A context with an archive of its own name."""
 
-    @property
-    def archive(self) -> Path:
-        return Path(self.options.out) / "bed.tar.xz"
+    NAME = "bed"
 
 
 @dataclass(frozen=True)
@@ -88,12 +85,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--arms", default=",".join(ALGORITHMS), help="comma-separated: " + ", ".join(ALGORITHMS))
-    add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
-    add("--pair", type=Path, default=ROOT / "engine_patch/reference/pair", help="the small pair")
-    add(
-        "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
-    )
-    add("--minutes", type=float, default=9.0, help="end by itself after this long")
+    add_host_options(parser)
     add("--prompts", type=int, default=20)
     add("--tokens", type=int, default=128)
     add("--rounds", type=int, default=8, help="of step times, both servers in each")

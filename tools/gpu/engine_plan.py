@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from pathlib import Path
 
 from engine.arms import EXTRA_STAGES, STAGES, plan_of
-from engine.host import ROOT, Context
+from engine.host import Context, add_host_options
 from engine.runs import Run
 from engine.step_times import STEP_ARMS, STEP_WY_ARMS
 
@@ -61,17 +59,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--stages", default="smoke", help="comma-separated: " + ", ".join([*STAGES, *EXTRA_STAGES]))
     add("--list", action="store_true", help="show stages and arms, run nothing")
-    add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
-    add(
-        "--pair",
-        type=Path,
-        default=ROOT / "engine_patch/reference/pair",
-        help="folder with target/, drafter/ and prompts.jsonl",
-    )
-    add(
-        "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
-    )
-    add("--minutes", type=float, default=9.0, help="end by itself after this long")
+    add_host_options(parser)
     add("--parallel", type=int, default=3, help="servers started side by side")
     add("--prompts", type=int, default=40)
     add("--tokens", type=int, default=160)

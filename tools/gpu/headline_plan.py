@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import os
 import random
 import sys
 import tarfile
@@ -39,7 +38,8 @@ from typing import Any
 from bed_plan import LONGEST, PACKAGE, SHORT, BedContext, Timed, timed, write_bed
 from engine.arms import BLOCK, Arm, launch_argv, tree
 from engine.headline_figures import figures_of
-from engine.host import ROOT
+from engine.host import add_host_options
+from engine.parting import best_tokens, noise_rows, parting
 from engine.servers import START_LIMIT, Server
 
 WIDTHS = (16, 32, 64)
@@ -54,9 +54,6 @@ SERVER = """
 STEPS = 128
 # Seconds kept for each linear arm that is still to come, and of its start.
 LATER, LATER_START = 150, 70
-# Candidates asked for where two answers part.
-BEST = 16
-NOISE_PROMPTS, NOISE_PLACE = 16, 24
 
 # Seconds left below which a linear arm's turn ends.
 Floor = float
@@ -65,9 +62,7 @@ Floor = float
 class HeadlineContext(BedContext):
     """A context with an archive of its own name."""
 
-    @property
-    def archive(self) -> Path:
-        return Path(self.options.out) / "headline.tar.xz"
+    NAME = "headline"
 
 
 @dataclass(frozen=True)
@@ -112,12 +107,7 @@ def parse_options() -> argparse.Namespace:
     )
     add("--costs", type=Path, metavar="FILE", help="step costs by width and batch: adds the way `auto`")
     add("--judge", type=Path, metavar="ARCHIVE", help="print the figures of a finished run")
-    add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
-    add("--pair", type=Path, default=ROOT / "engine_patch/reference/pair", help="the small pair")
-    add(
-        "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
-    )
-    add("--minutes", type=float, default=9.0, help="end by itself after this long")
+    add_host_options(parser)
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=128)
     add("--rounds", type=int, default=8, help="of step times, all budgets in each")
@@ -228,7 +218,9 @@ def measure(context: HeadlineContext, name: str, ways: list[Way], floor: Floor) 
         context.keep(name, f"in-flight-{size}", rows)
         context.save()
         if name == "ar" and size == 1:
-            context.keep(name, "noise", list(noise_rows(context, ways, floor)))
+            servers = ways[0].server, ways[1].server
+            noise = list(noise_rows(context.prompts, *servers, lambda: context.seconds_left() >= floor))
+            context.keep(name, "noise", noise)
             context.keep(name, "differences", list(differences(context, ways[0].server, rows, floor)))
 
 
@@ -307,22 +299,6 @@ def together(context: HeadlineContext, way: Way, prompts: list[list[int]]) -> di
     }
 
 
-def noise_rows(context: HeadlineContext, ways: list[Way], floor: Floor) -> Iterator[dict[str, Any]]:
-    """One prefix in right executions: a plain decode, and a prefill on either server."""
-    linear, trees = ways[0].server, ways[1].server
-    for prompt in context.prompts[:NOISE_PROMPTS]:
-        if context.seconds_left() < floor:
-            return
-        asked = {"return_logprob": True, "top_logprobs_num": BEST}
-        decoded = linear.generate(prompt, NOISE_PLACE + 1, **asked)
-        prefix = prompt + decoded["output_ids"][:NOISE_PLACE]
-        yield {
-            "decode": decoded["meta_info"]["output_top_logprobs"][NOISE_PLACE],
-            "prefill": _best(linear, prefix),
-            "together": _best(trees, prefix),
-        }
-
-
 def differences(
     context: HeadlineContext, plain: Server, rows: list[dict[str, Any]], floor: Floor
 ) -> Iterator[dict[str, Any]]:
@@ -345,21 +321,15 @@ def differences(
         truth = answers.get((group, "linear"))
         if truth is None or way == "linear":
             continue
-        place = next((i for i, two in enumerate(zip(truth, tokens, strict=True)) if two[0] != two[1]), None)
+        place = parting(truth, tokens)
         row = {"group": group, "way": way, "place": place}
         if place is not None:
             if (group, place) not in asked:
                 if context.seconds_left() < floor:
                     return
-                asked[group, place] = _best(plain, context.prompts[group] + truth[:place])
+                asked[group, place] = best_tokens(plain, context.prompts[group] + truth[:place])
             row |= {"tokens": [truth[place], tokens[place]], "best": asked[group, place]}
         yield row
-
-
-def _best(server: Server, ids: list[int]) -> Any:
-    """The best next tokens of a prefill, as [log-probability, token, text]."""
-    answer = server.generate(ids, 1, return_logprob=True, top_logprobs_num=BEST)
-    return answer["meta_info"]["output_top_logprobs"][0]
 
 
 def read(archive: Path) -> dict[str, dict[str, Any]]:

@@ -39,20 +39,26 @@ Results = dict[str, dict[str, Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    folder = unpacked(argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]))
+    found = summary(folder)
+    (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for row in found["targets"]:
+        print(f"{row['id']:<28} {row['figure']} ({row['direction']} {row['target']}) {row['detail']}")
+    return 0
+
+
+def unpacked(parser: argparse.ArgumentParser) -> Path:
+    """The results folder of the command line, with its archives unpacked into it."""
     parser.add_argument("folder", type=Path)
     parser.add_argument("archives", nargs="*", metavar="RUN=ARCHIVE", help="runs to unpack first")
     options = parser.parse_args()
+    folder: Path = options.folder
     for pair in options.archives:
         run, _, archive = pair.partition("=")
         if not archive or not run.isidentifier():
             parser.error(f"found {pair!r}, allowed is RUN=ARCHIVE with a plain name")
-        unpack(Path(archive), options.folder / "raw" / run)
-    found = summary(options.folder)
-    (options.folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for row in found["targets"]:
-        print(f"{row['id']:<28} {row['figure']} ({row['direction']} {row['target']}) {row['detail']}")
-    return 0
+        unpack(Path(archive), folder / "raw" / run)
+    return folder
 
 
 def unpack(archive: Path, folder: Path) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -36,8 +35,9 @@ from typing import Any
 
 from bed_plan import PACKAGE, write_bed
 from engine.cards import ARMS, RUNNING, WIDTHS, Seat, obstacle, side_by_side, single_seats, wide_seats
-from engine.host import ROOT, Context
+from engine.host import Context, add_host_options
 from engine.multi_figures import figures_of
+from engine.parting import best_tokens, noise_rows, parting
 from engine.servers import START_LIMIT, Server
 from engine.telemetry import by_card, watched
 
@@ -51,8 +51,6 @@ TREE, PLAIN = "ddtree", "ar"
 LATER = 170
 # Seconds of a load that is not counted.
 WARM_UP = 1.0
-BEST = 16
-NOISE_PROMPTS, NOISE_PLACE = 16, 24
 PORTS = range(30700, 32000, 10)
 
 # Server name -> itself.
@@ -62,9 +60,7 @@ Servers = dict[str, Server]
 class MultiContext(Context):
     """A context with an archive of its own name."""
 
-    @property
-    def archive(self) -> Path:
-        return Path(self.options.out) / "multi.tar.xz"
+    NAME = "multi"
 
 
 def main() -> int:
@@ -96,12 +92,7 @@ def parse_options() -> argparse.Namespace:
     add("--arms", help="comma-separated, on every card: " + ", ".join(ARMS))
     add("--gpus", type=int, help="how many cards; default: all")
     add("--tp", default=",".join(map(str, WIDTHS)), help="ranks of one server, those that fit are tried")
-    add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
-    add("--pair", type=Path, default=ROOT / "engine_patch/reference/pair", help="the small pair")
-    add(
-        "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
-    )
-    add("--minutes", type=float, default=9.3, help="end by itself after this long")
+    add_host_options(parser, minutes=9.3)
     add("--prompts", type=int, default=24)
     add("--tokens", type=int, default=128, help="of every answer")
     add("--rounds", type=int, help="of loads, all layouts in each; default: one for each arm, at least 3")
@@ -186,7 +177,8 @@ class Plan:
         floor = 40.0 + LATER * len(widths)
         if f"{PLAIN}-c0" in self.servers and f"{TREE}-c0" in self.servers:
             plain, trees = self.servers[f"{PLAIN}-c0"], self.servers[f"{TREE}-c0"]
-            context.keep("replicas", "noise", list(noise_rows(context, plain, trees, floor)))
+            noise = list(noise_rows(context.prompts, plain, trees, lambda: context.seconds_left() >= floor))
+            context.keep("replicas", "noise", noise)
             found = list(differences(context, plain.name, plain, list(self.servers), floor))
             context.keep("replicas", "differences", found)
         context.save()
@@ -339,20 +331,6 @@ def side_by_side_calls(calls: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: future.result() for key, future in futures.items()}
 
 
-def noise_rows(context: MultiContext, plain: Server, trees: Server, floor: float) -> Iterator[dict[str, Any]]:
-    """One prefix in right executions of one rank: a plain decode, and a prefill at either server."""
-    for prompt in context.prompts[:NOISE_PROMPTS]:
-        if context.seconds_left() < floor:
-            return
-        decoded = plain.generate(prompt, NOISE_PLACE + 1, return_logprob=True, top_logprobs_num=BEST)
-        prefix = prompt + decoded["output_ids"][:NOISE_PLACE]
-        yield {
-            "decode": decoded["meta_info"]["output_top_logprobs"][NOISE_PLACE],
-            "prefill": best(plain, prefix),
-            "together": best(trees, prefix),
-        }
-
-
 def differences(
     context: MultiContext, truth: str, judge: Server, names: Sequence[str], floor: float
 ) -> Iterator[dict[str, Any]]:
@@ -363,8 +341,8 @@ def differences(
         for number, (right, other) in enumerate(rows):
             if name == truth:
                 continue
-            tokens = list(zip(right["output_ids"], other["output_ids"], strict=False))
-            place = next((i for i, two in enumerate(tokens) if two[0] != two[1]), None)
+            tokens = right["output_ids"], other["output_ids"]
+            place = parting(*tokens)
             row: dict[str, Any] = {"prompt": number, "server": name, "against": truth, "place": place}
             if place is not None:
                 if (number, place) not in asked:
@@ -372,15 +350,9 @@ def differences(
                         context.left_over.append(f"differences of {name} from prompt {number}")
                         return
                     prefix = context.prompts[number] + right["output_ids"][:place]
-                    asked[number, place] = best(judge, prefix)
-                row |= {"tokens": list(tokens[place]), "best": asked[number, place]}
+                    asked[number, place] = best_tokens(judge, prefix)
+                row |= {"tokens": [one[place] for one in tokens], "best": asked[number, place]}
             yield row
-
-
-def best(server: Server, ids: list[int]) -> Any:
-    """The best next tokens of a prefill, as [log-probability, token, text]."""
-    answer = server.generate(ids, 1, return_logprob=True, top_logprobs_num=BEST)
-    return answer["meta_info"]["output_top_logprobs"][0]
 
 
 if __name__ == "__main__":

@@ -18,25 +18,18 @@ from typing import Any
 
 from engine.cards import WIDTHS
 from engine.multi_figures import figures_of
-from headline_summary import load, unpack
+from headline_summary import load, unpacked
 
 SCHEMA = 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("archives", nargs="*", metavar="RUN=ARCHIVE", help="runs to unpack first")
-    options = parser.parse_args()
-    for pair in options.archives:
-        run, _, archive = pair.partition("=")
-        if not archive or not run.isidentifier():
-            parser.error(f"found {pair!r}, allowed is RUN=ARCHIVE with a plain name")
-        unpack(Path(archive), options.folder / "raw" / run)
-    if not list(options.folder.glob("raw/*/plan.about.json.xz")):
-        parser.error(f"found no run in {options.folder / 'raw'}, allowed is a folder with one")
-    found = summary(options.folder)
-    (options.folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    folder = unpacked(parser)
+    if not list(folder.glob("raw/*/plan.about.json.xz")):
+        parser.error(f"found no run in {folder / 'raw'}, allowed is a folder with one")
+    found = summary(folder)
+    (folder / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for row in found["layouts"]:
         print(
             f"{row['run']:<8} {row['layout']:<14} {row['gpus']} GPUs, {row['in_flight']:>2} in flight: "

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from engine import checkpoints
 from engine.arms import Arm
@@ -39,9 +39,28 @@ LOG_START, LOG_END = 100_000, 250_000
 MOST_BYTES = 64 * 2**20
 
 
+def add_host_options(parser: argparse.ArgumentParser, minutes: float = 9.0) -> None:
+    """The options of every plan on a GPU host: where results go, the pair, SGLang, and how long."""
+    add = parser.add_argument
+    add("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where results go")
+    add(
+        "--pair",
+        type=Path,
+        default=ROOT / "engine_patch/reference/pair",
+        help="the small pair: a folder with target/, drafter/ and prompts.jsonl",
+    )
+    add(
+        "--bundle", default=str(ROOT / ".gpu/bundle/site.tar.xz"), help="site-packages to unpack; '' for none"
+    )
+    add("--minutes", type=float, default=minutes, help="end by itself after this long")
+
+
 @dataclass
 class Context:
     """Folders, prompts, time left and what has been collected."""
+
+    # Of the archive; a plan that keeps its own says which.
+    NAME: ClassVar[str] = "engine"
 
     options: argparse.Namespace
     started: float = field(default_factory=time.monotonic)
@@ -59,7 +78,7 @@ class Context:
     @property
     def archive(self) -> Path:
         """The one file of results, complete up to the last arm that has ended."""
-        return Path(self.options.out) / "engine.tar.xz"
+        return Path(self.options.out) / f"{self.NAME}.tar.xz"
 
     def seconds_left(self) -> float:
         return float(self.options.minutes * 60 - (time.monotonic() - self.started))

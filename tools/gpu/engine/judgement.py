@@ -9,19 +9,13 @@ from typing import Any
 
 from engine import checkpoints, ties, widths
 from engine.host import Context
+from engine.parting import best_tokens, parting
 from engine.servers import Server
 
 # Best tokens asked for where executions part; a token that is not among them is no near-tie.
 ASKED = 8
 # Arms that others are compared with.
 REFERENCES = ("ar", "ar-tp2", "ar-fp8", "ar-kv8", "dflash")
-
-
-def common_prefix(one: list[int], other: list[int]) -> int:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
 
 
 def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[int], list[int]]]:
@@ -82,14 +76,13 @@ def ask_about_ties(context: Context, server: Server) -> dict[str, Any]:
     questions = []
     for where, number, prompt, mine, theirs in comparisons(context):
         compared.add(where)
-        place = common_prefix(mine, theirs)
-        if place == min(len(mine), len(theirs)):
+        place = parting(mine, theirs)
+        if place is None:
             continue
         if context.seconds_left() < 20:
             context.left_over.append("tie questions")
             break
-        answer = server.generate(prompt + mine[:place], 1, return_logprob=True, top_logprobs_num=ASKED)
-        best = answer["meta_info"]["output_top_logprobs"][0]
+        best = best_tokens(server, prompt + mine[:place], ASKED)
         tokens = [mine[place], theirs[place]]
         found = {"where": where, "prompt": number, "place": place, "tokens": tokens, "best": best}
         questions.append(found | {"gap": ties.gap(best, tokens)})
