@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """A results store from the raw answers of results/h200-27b, so that `ddtree compare report` can show them.
 
-    .venv/bin/python tools/gpu/headline_store.py results/h200-27b STORE
+    .venv/bin/python tools/gpu/headline_store.py results/h200-27b STORE [--beside ar]
     .venv/bin/ddtree compare report STORE --out results/h200-27b/report
 
-Requests that were asked in turns are one repeat: 0 beside `dflash`, 1 beside `ar`, so that pairs are of one
-turn. The plan kept no time of sending; `sent_at` is its run's start. Budget `auto` is no budget of a store
-and is left out. Only one request in flight: the latency is the server's own.
+A store holds what was asked in turns beside one linear arm, so that every cell has the same prompts. The plan
+kept no time of sending; `sent_at` is its run's start. Budget `auto` is no budget of a store and is left out.
+Only one request in flight: the latency is the server's own.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("store", type=Path)
+    parser.add_argument("--beside", choices=("dflash", "ar"), default="dflash", help="the linear arm")
     options = parser.parse_args()
-    results = newest(options.folder / "raw")
-    write_store(results, options.store)
+    write_store(newest(options.folder / "raw"), options.beside, options.store)
     return 0
 
 
-def write_store(results: Results, root: Path) -> None:
-    """Seal a cell for every arm and budget of the run."""
+def write_store(results: Results, linear: str, root: Path) -> None:
+    """Seal a cell for the linear arm and every budget beside it."""
     facts = results["host"]["facts"]
     started = datetime.fromtimestamp(facts["time"], UTC).isoformat(timespec="milliseconds")
     run_id = f"{datetime.fromtimestamp(facts['time'], UTC):%Y%m%dT%H%M%SZ}-bed"
-    cells = cells_of(results)
+    cells = cells_of(results, linear)
     dataset = load_dataset(PAIR, max(row.prompt_index for rows in cells.values() for row in rows) + 1)
     store = Store.create_or_open(root, now=started)
     records = []
@@ -74,7 +74,7 @@ def write_store(results: Results, root: Path) -> None:
             requests=len(rows),
             failed_requests=0,
             rows_sha256="",
-            parity=parity_of(results["ar"], arm, budget, len({row.prompt_id for row in rows})),
+            parity=parity_of(results["ar"], arm, budget, len(rows)),
         )
         records.append(store.seal(record, rows, {}))
     card = facts["cards"][0]
@@ -103,35 +103,31 @@ def write_store(results: Results, root: Path) -> None:
     store.write_run(record_run)
 
 
-def cells_of(results: Results) -> dict[tuple[Arm, int | None], list[RequestRow]]:
+def cells_of(results: Results, linear: str) -> dict[tuple[Arm, int | None], list[RequestRow]]:
     """(arm, budget) -> its rows, in the order of asking."""
     cells: dict[tuple[Arm, int | None], list[RequestRow]] = {}
-    order = 0
     sent_at = results["host"]["facts"]["time"]
-    for repeat, linear in enumerate(("dflash", "ar")):
-        for round_, found in enumerate(results[linear]["in-flight-1"]):
-            way, group = found["way"], found["group"]
-            if way == "auto":
-                continue
-            key = (Arm(linear), None) if way == "linear" else (Arm.DDTREE, int(way))
-            cells.setdefault(key, []).append(
-                RequestRow(
-                    prompt_id=f"prompts-{group:02d}",
-                    prompt_index=group,
-                    repeat=repeat,
-                    round=round_,
-                    order=order,
-                    sent_at=sent_at,
-                    status=RequestStatus.OK,
-                    prompt_tokens=len(results["host"]["prompts"][group]),
-                    completion_tokens=found["tokens"],
-                    finish_reason="length",
-                    output_ids=found["output_ids"][0],
-                    e2e_s=found["seconds"],
-                    verify_steps=found["steps"] or None,
-                )
+    rows = [row for row in results[linear]["in-flight-1"] if row["way"] != "auto"]
+    for order, found in enumerate(rows):
+        way, group = found["way"], found["group"]
+        key = (Arm(linear), None) if way == "linear" else (Arm.DDTREE, int(way))
+        cells.setdefault(key, []).append(
+            RequestRow(
+                prompt_id=f"prompts-{group:02d}",
+                prompt_index=group,
+                repeat=0,
+                round=group,
+                order=order,
+                sent_at=sent_at,
+                status=RequestStatus.OK,
+                prompt_tokens=len(results["host"]["prompts"][group]),
+                completion_tokens=found["tokens"],
+                finish_reason="length",
+                output_ids=found["output_ids"][0],
+                e2e_s=found["seconds"],
+                verify_steps=found["steps"] or None,
             )
-            order += 1
+        )
     return cells
 
 
@@ -149,8 +145,8 @@ def spec_of(
         temperature=0.0,
         max_tokens=max(row.completion_tokens for row in rows),
         ignore_eos=True,
-        prompts=len({row.prompt_id for row in rows}),
-        repeats=len({row.repeat for row in rows}),
+        prompts=len(rows),
+        repeats=1,
         warmup=1,
         seed=0,
         dataset_sha256=dataset_sha256,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_ops.compare.statistics import MIN_PROMPTS
+
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
 
 import headline_plan
@@ -167,7 +169,7 @@ def test_a_budget_is_picked_on_one_half_and_judged_on_the_other():
 
     rows = [
         {"group": number, "way": way, **row}
-        for number in range(6)
+        for number in range(10)
         for way, row in group(slow=number % 2 == 1).items()
     ]
     best = headline_figures.throughput_figures(rows, ["15", "31"])["best"]
@@ -177,10 +179,17 @@ def test_a_budget_is_picked_on_one_half_and_judged_on_the_other():
 def test_the_interval_holds_what_changes_between_groups():
     groups = [
         {"linear": {"tokens": 100, "seconds": 1.0}, "15": {"tokens": 100, "seconds": 1.0 / speed}}
-        for speed in (0.8, 1.0, 1.2, 1.4)
+        for speed in (0.8, 1.0, 1.1, 1.2, 1.4)
     ]
     found = headline_figures.interval(groups, "15")
     assert 0.8 <= found["low"] < found["ratio"] < found["high"] <= 1.4
+
+
+def test_four_prompts_give_no_interval_as_in_reports():
+    groups = [{"linear": {"tokens": 100, "seconds": 1.0}, "15": {"tokens": 100, "seconds": 0.5}}] * 4
+    assert headline_figures.interval(groups, "15") == {"ratio": 2.0, "low": None, "high": None}
+    assert headline_figures.interval([*groups, groups[0]], "15") == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert headline_figures.LEAST_GROUPS == MIN_PROMPTS
 
 
 def test_a_group_that_not_every_way_was_asked_is_left_out():

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
 
 import headline_summary
+from engine import headline_figures
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "results" / "h200-27b"
@@ -43,13 +44,29 @@ def test_the_page_has_the_summarys_numbers():
         if way != "auto":
             assert f"| {figures['dflash']['step_ratio'][way]['median']:.3f} |" in row
         assert f"| {against['dflash']['accept_length'][way]:.2f} |" in row
-        for found in (against[name]["ratio"][way] for name in against):
-            assert "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**found) in row
+        assert "| {ratio:.2f} [{low:.2f}, {high:.2f}] |".format(**against["dflash"]["ratio"][way]) in row
+        # Four prompts: a ratio, and no interval.
+        assert against["ar"]["ratio"][way]["low"] is None
+        assert row.endswith("| {ratio:.2f} |".format(**against["ar"]["ratio"][way]))
     headline = FOUND["headline"]["ddtree_over_best_linear"]
     assert "**{ratio:.2f} [{low:.2f}, {high:.2f}] x DFLASH**".format(**headline) in PAGE
     for row in FOUND["targets"]:
         if row["figure"] is not None and row["direction"] == "max" and row["target"] > 1:
             assert f"{row['figure']:.3f}" in PAGE
+
+
+def test_the_page_has_the_earlier_runs_numbers():
+    budgets = ["7", "15", "31", "63"]
+    raw = headline_summary.load(FOLDER / "raw" / "three_launches")["dflash"]
+    found = headline_figures.arm_figures(raw)
+    text = " ".join(PAGE.split())
+    steps = [found["step_ratio"][budget]["median"] for budget in budgets]
+    assert "{:.3f}, {:.3f}, {:.3f} and {:.3f} for".format(*steps) in text
+    alone = [found["in-flight-1"]["ratio"][budget]["ratio"] for budget in budgets]
+    assert "{:.2f}, {:.2f}, {:.2f} and {:.2f} times".format(*alone) in text
+    later = [row for row in raw["in-flight-4"] if row["group"]]
+    for four in headline_figures.throughput_figures(later, budgets)["ratio"].values():
+        assert "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**four) in text
 
 
 def test_no_raw_answer_names_a_folder_of_the_host():

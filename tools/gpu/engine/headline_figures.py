@@ -9,6 +9,8 @@ from typing import Any
 from engine.ties import gap, is_near, noise
 
 DRAWS = 2000
+# Fewer groups give no interval; `ddtree_ops.compare` holds to the same number.
+LEAST_GROUPS = 5
 
 Row = dict[str, Any]
 # Group -> way -> its row.
@@ -88,8 +90,10 @@ def ratio(groups: list[dict[str, Row]], way: str, over: str = "linear") -> float
     return rate(way) / rate(over)
 
 
-def interval(groups: list[dict[str, Row]], way: str, over: str = "linear") -> dict[str, float]:
-    """The ratio with its 95 % bootstrap interval over groups of prompts."""
+def interval(groups: list[dict[str, Row]], way: str, over: str = "linear") -> dict[str, float | None]:
+    """The ratio with its 95 % bootstrap interval over groups of prompts, null for fewer than five."""
+    if len(groups) < LEAST_GROUPS:
+        return {"ratio": ratio(groups, way, over), "low": None, "high": None}
     rng = random.Random(0)
     draws = sorted(ratio(rng.choices(groups, k=len(groups)), way, over) for _ in range(DRAWS))
     low, high = draws[round(0.025 * DRAWS)], draws[round(0.975 * DRAWS) - 1]
