@@ -10,14 +10,16 @@ Needs on the host: Python 3.12, a CUDA build of torch, `tokenizers`; SGLang itse
 
 Stages are the gates of the engine (a..k), `smoke`, `paths`, `wy` (replayed states beside stored ones),
 `widths` and `widths-wy` (several widths in one server, each beside the arm that has only this one; with
-`--parallel 1` where the seconds that the policy reads are to mean something), `checkpoints` (the pair as the
-27B's class, with pictures, a short window and long texts), `fp8` and `kv8` (each in a run of its own), `step`
-and `step-wy` (step times at a 27B's shape, dummy weights). Every arm is started once and serves all workloads
-that the stages ask of it. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one
-JSON file per arm and workload; `judge-*.json` in it has the figures that need no statistics;
+`--parallel 1` where the seconds that the policy reads are to mean something), `features`, `checkpoints` (the
+pair as the 27B's class, with pictures, a short window and long texts), `fp8`, `kv8` and `profile` (traces of
+a step at a 27B's cost, from a server that starts when all arms but those under load have ended). Every arm
+is started once and serves all workloads that the stages ask of it; arms under load start first, and the
+others are served meanwhile. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm,
+one JSON file per arm and workload; `judge-*.json` in it has the figures that need no statistics;
 `tools/gpu/engine_summary.py` makes the gates of them. An arm that fails stops nothing else; in `smoke` it is
 started again in simpler ways to see which part fails. What does not fit into `--minutes` is listed as left
-over, and the plan ends by itself.
+over, and the plan ends by itself. Where commands may take ten minutes only, start it detached
+(`tools/gpu/detached.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +30,13 @@ import json
 from engine.arms import EXTRA_STAGES, STAGES, plan_of
 from engine.host import Context, add_host_options
 from engine.runs import Run
-from engine.step_times import STEP_ARMS, STEP_WY_ARMS
 
 
 def main() -> int:
     options = parse_options()
     options.out, options.pair = options.out.resolve(), options.pair.resolve()
     if options.list:
-        print(json.dumps({"stages": STAGES, "step": STEP_ARMS, "step-wy": STEP_WY_ARMS}, indent=1))
+        print(json.dumps({"stages": STAGES, "extra": EXTRA_STAGES}, indent=1))
         return 0
     stages = options.stages.split(",")
     work = plan_of(stages)
@@ -60,7 +61,7 @@ def parse_options() -> argparse.Namespace:
     add("--stages", default="smoke", help="comma-separated: " + ", ".join([*STAGES, *EXTRA_STAGES]))
     add("--list", action="store_true", help="show stages and arms, run nothing")
     add_host_options(parser)
-    add("--parallel", type=int, default=3, help="servers started side by side")
+    add("--parallel", type=int, default=3, help="arms served side by side")
     add("--prompts", type=int, default=40)
     add("--tokens", type=int, default=160)
     add("--load-minutes", type=float, default=3.0)

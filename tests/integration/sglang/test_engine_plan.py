@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from ddtree_engine.bed.folders import beds_of, write_folders
 from ddtree_engine.reference import pair_path
 
 TOOLS = Path(__file__).parents[3] / "tools" / "gpu"
 sys.path.insert(0, str(TOOLS))
 
-from engine import arms, diagnosis, host, step_times  # noqa: E402 - the folder has to be found first
+from engine import arms, diagnosis, host, step_parts  # noqa: E402 - the folder has to be found first
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def resolve(argv, plugin):
 KINDS = """
 ar dflash shadow chain tree16-eager tree16-cached tree8 tree64 tree32-log tree32-log-float32 tree32-cached
 tree32-pages tree32-grammar unsafe32 tree64-check tree32-fused-move tree32-tp2 chain-wy tree64-wy
-tree32-cached-wy tree64-widths tree64-widths-wy tree64-auto tree32-text tree32-vision tree32-vision-wy
+tree32-cached-wy tree32-pages-wy tree64-widths tree64-widths-wy tree64-auto tree32-text tree32-vision
+tree32-vision-wy
 ar-vision dflash-window tree32-window tree32-long dflash-long ar-long ar-fp8 tree32-fp8 tree32-fp8-wy
 tree32-fp8-drafter ar-kv8 tree32-kv8
 """.split()  # noqa: SIM905
@@ -75,17 +77,16 @@ def test_the_shipped_pair_and_its_prompts_are_what_the_plan_takes(plugin, monkey
     assert all(60 <= len(ids) <= host.LONGEST for ids in prompts)
 
 
-@pytest.mark.parametrize(
-    "name", ["step-ar", "step-dflash", "step-tree8", "step-tree64", "step-chain-wy", "step-tree64-wy"]
-)
-def test_the_27b_shapes_resolve(name, tmp_path, plugin, monkeypatch):
-    arm = step_times.step_arm(name)
-    if arm.config is not None:
-        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
-    folder = step_times.write_step_checkpoints(tmp_path)
-    argv = list(step_times.step_argv(folder, arm, 30000))
+def test_the_server_of_a_breakdown_resolves(tmp_path, plugin, monkeypatch):
+    arm = step_parts.ARM
+    monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
+    write_folders(tmp_path, pair_path(), beds_of(pair_path()))
+    for key, value in arm.environment:
+        monkeypatch.setenv(key, value)
+    argv = arms.launch_argv(tmp_path, arm, 30000, step_parts.SERVER)
     view = resolve([part for part in argv if part not in ("--skip-tokenizer-init",)], plugin)
-    assert view.max_running_requests == 2
+    assert view.max_running_requests == step_parts.RUNNING
+    assert view.speculative_num_draft_tokens == arm.width
 
 
 WAYS = ["no-graphs", "no-overlap", "blocking", "torch-builder", "no-self-check"]

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "gpu"))
 
-from engine import arms, diagnosis, host, judgement, runs, servers, step_times, workloads
+from engine import arms, diagnosis, host, judgement, profiles, runs, servers, step_parts, workloads
 
 
 class Server:
@@ -24,6 +24,7 @@ class Server:
     def __init__(self, context, name, arm, port, argv):
         self.name, self.arm, self.port = name, arm, port
         self.ready_after, self.ended = None, False
+        self.stopped = False
         self.log = context.raw / f"{name}.log"
         self.log.write_text(self.broken.get(name, "all is well") + "\n")
 
@@ -36,7 +37,7 @@ class Server:
         return servers.why(self.log.read_text())
 
     def stop(self):
-        self.ended = True
+        self.ended = self.stopped = True
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def context(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "Server", Server)
     monkeypatch.setattr(diagnosis, "Server", Server)
     monkeypatch.setattr(runs, "judge", lambda context: None)
-    monkeypatch.setattr(runs, "ask_about_ties", lambda context, server: {})
+    monkeypatch.setattr(runs, "ask_about_ties", lambda context, servers: {})
     for name in workloads.WORKLOADS:
         monkeypatch.setitem(workloads.WORKLOADS, name, lambda context, server: {"by": server.name})
     return host.Context(options, site=tmp_path / "site", raw=tmp_path / "raw")
@@ -83,18 +84,101 @@ def test_an_arm_that_does_not_start_stops_no_other_and_is_looked_into(context, m
     assert ways["no-graphs"] == ways["torch-builder"] == "serves"
 
 
-def test_the_servers_of_a_group_are_asked_side_by_side(context, monkeypatch):
+def test_arms_are_asked_side_by_side_once_the_first_is_ready(context, monkeypatch):
     work = arms.plan_of(["paths"])
-    together = threading.Barrier(len(work) - 1)
+    together = threading.Barrier(len(work))
 
     def greedy(context, server):
-        if server.name != next(iter(work)):
-            together.wait(timeout=60)
+        together.wait(timeout=60)
         return {"by": server.name}
 
     monkeypatch.setitem(workloads.WORKLOADS, "greedy", greedy)
     assert runs.Run(context).all(work, [], diagnose=False) == []
     assert {f"{arm}.greedy.json" for arm in work} <= set(kept(context))
+
+
+def test_others_are_served_and_the_breakdown_starts_while_one_is_under_load(context, monkeypatch):
+    events = []
+    started = threading.Event()
+
+    def load(context, server):
+        assert started.wait(timeout=60)
+        events.append("load ends")
+        return {}
+
+    def start(context):
+        events.append("server starts")
+        started.set()
+        return Server(context, step_parts.NAME, step_parts.ARM, 1, [])
+
+    def measure(context, server):
+        assert not server.stopped
+        events.append("measured")
+
+    monkeypatch.setitem(workloads.WORKLOADS, "load", load)
+    monkeypatch.setattr(step_parts, "start", start)
+    monkeypatch.setattr(step_parts, "measure", measure)
+    context.options.parallel = 1
+    work = {"tree16": ["greedy"], "tree32-cached": ["load"], "ar": ["greedy"], "tree32": ["greedy"]}
+    run = runs.Run(context)
+    assert run.all(work, ["profile"], diagnose=False) == []
+    assert events == ["server starts", "load ends", "measured"]
+    assert {f"{arm}.greedy.json" for arm in ("tree16", "ar", "tree32")} <= set(kept(context))
+    assert run.references["ar"].stopped
+
+
+def test_only_referees_outlast_their_workloads(context, monkeypatch):
+    seen = {}
+
+    def ask(context, referees):
+        seen.update(referees)
+        assert not any(server.stopped for server in referees.values())
+        return {}
+
+    monkeypatch.setattr(runs, "ask_about_ties", ask)
+    runs.Run(context).all(
+        {arm: ["greedy"] for arm in ("ar", "ar-fp8", "ar-vision", "tree32")}, [], diagnose=False
+    )
+    assert set(seen) == {"ar", "ar-fp8"}
+    assert all(server.stopped for server in seen.values())
+
+
+def test_a_difference_is_put_to_plain_decoding_of_the_same_numbers(context, monkeypatch):
+    rows = {
+        "ar": [[1, 2]],
+        "tree32": [[1, 3]],
+        "ar-fp8": [[1, 4]],
+        "tree32-fp8": [[1, 5]],
+        "tree32-kv8": [[1, 6]],
+    }
+    context.prompts = [[9]]
+    for arm, outputs in rows.items():
+        context.results[arm] = {"greedy": [{"output_ids": ids} for ids in outputs]}
+    context.results["ar-kv8"] = {"greedy": [{"output_ids": [1, 7]}]}
+    monkeypatch.setattr(judgement, "best_tokens", lambda server, ids, count: [[-0.5, server, None]])
+    found = judgement.ask_about_ties(context, {"ar": "plain", "ar-fp8": "fp8"})
+    asked = {question["where"]: question["best"][0][1] for question in found["questions"]}
+    assert asked == {"tree32 against ar": "plain", "tree32-fp8 against ar-fp8": "fp8"}
+    assert context.left_over == ["ties of tree32-kv8 against ar-kv8"]
+
+
+TRACE = [
+    {"cat": "kernel", "name": "b" * 300, "ts": 10.5, "dur": 2.0},
+    {"cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 50.0},
+    {"cat": "kernel", "name": "a", "ts": 10.0, "dur": 0.25},
+    {"cat": "gpu_memcpy", "name": "Memcpy", "ts": 13.0, "dur": 1.5},
+    {"name": "a", "ph": "i", "ts": 14.0},
+]
+
+
+def test_a_trace_keeps_what_was_on_the_card_in_nanoseconds():
+    found = profiles.compact(TRACE)
+    assert found == {
+        "names": ["a", "b" * 160, "Memcpy"],
+        "events": [[0, 0, 250], [1, 500, 2000], [2, 3000, 1500]],
+    }
+    with pytest.raises(ValueError, match="without kernels"):
+        profiles.compact(TRACE[1:2])
 
 
 def test_what_fails_in_a_simpler_way_too_says_why(context, monkeypatch):
@@ -165,9 +249,9 @@ def test_every_arm_with_replayed_states_has_one_with_stored_states_beside_it():
         assert name.removesuffix("-wy") in asked
         assert mine.config == stored.config | {"state": "wy"}
         assert (mine.width, mine.flags) == (stored.width, stored.flags)
-    for name in step_times.STEP_WY_ARMS:
-        config = step_times.step_arm(name).config or {"state": "snapshot"}
-        assert config["state"] == ("wy" if name.endswith("-wy") else "snapshot")
+    for name, arm in arms.ARMS.items():
+        if arm.config and arm.config["mode"] == "tree" and name.endswith("-wy"):
+            assert arm.config["state"] == "wy", name
 
 
 def test_replayed_states_are_compared_with_stored_ones_figure_by_figure():

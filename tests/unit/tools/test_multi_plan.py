@@ -116,9 +116,10 @@ def test_the_pairs_two_heads_allow_two_ranks(tp, allowed):
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_the_27bs_heads_allow_all_widths(tp, tmp_path):
-    from engine.step_times import write_step_checkpoints
+    from ddtree_engine.bed.folders import beds_of, write_folders
 
-    folder = write_step_checkpoints(tmp_path)
+    folder = tmp_path / "bed"
+    write_folders(folder, PAIR, beds_of(PAIR))
     assert cards.obstacle(folder, tp) is None
     config = json.loads((folder / "target" / "config.json").read_text())
     (folder / "target" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))

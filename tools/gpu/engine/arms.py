@@ -29,6 +29,8 @@ class Arm:
     environment: tuple[tuple[str, str], ...] = ()
     # Of the small pair, the folders that `checkpoints` writes; None is the pair as it is.
     kind: str | None = None
+    # How many of the plan's prompts it is asked; None for all.
+    prompts: int | None = None
 
 
 def tree(
@@ -39,7 +41,7 @@ def tree(
     flags: tuple[str, ...] = Arm.flags,
     **config: Any,
 ) -> Arm:
-    keys = {"mode": "tree", "topk": topk, "builder": builder, "self_check": 0, **config}
+    keys = {"mode": "tree", "topk": topk, "builder": builder, "state": "snapshot", "self_check": 0, **config}
     return Arm("DDTREE", width, keys, flags)
 
 
@@ -55,6 +57,10 @@ FP8_CACHE = (*Arm.flags, "--kv-cache-dtype", "fp8_e4m3")
 # Widths of 12 and 320 columns, and a bundle's few kernels: SGLang's FP8 product in Triton takes all of them.
 TRITON_FP8 = (("USE_TRITON_W8A8_FP8_KERNEL", "1"),)
 EAGER = (*Arm.flags, "--disable-cuda-graph")
+PAGES = (*CACHED, "--page-size", "16")
+GRAMMAR = ("--disable-radix-cache", "--grammar-backend", "xgrammar")
+# Enough where an arm differs from a gate's in one thing.
+FEW = 16
 ARMS: dict[str, Arm] = {
     "ar": Arm(),
     "dflash": Arm("DFLASH"),
@@ -82,8 +88,8 @@ ARMS: dict[str, Arm] = {
         environment=(("SGLANG_NATIVE_MOVE_KV_CACHE", "0"),),
     ),
     "tree32-cached": tree(32, flags=CACHED),
-    "tree32-pages": tree(32, flags=(*CACHED, "--page-size", "16")),
-    "tree32-grammar": tree(32, flags=("--disable-radix-cache", "--grammar-backend", "xgrammar")),
+    "tree32-pages": tree(32, flags=PAGES),
+    "tree32-grammar": tree(32, flags=GRAMMAR, state="wy"),
     "unsafe32": tree(32, mode="unsafe", allow_hybrid_unsafe=True),
     # States replayed at commit instead of kept for every node; each beside the arm without `-wy`.
     "chain-wy": tree(BLOCK, topk=1, state="wy"),
@@ -92,27 +98,35 @@ ARMS: dict[str, Arm] = {
     "tree64-wy": tree(64, state="wy"),
     "tree64-wy-check": tree(64, state="wy", self_check=25),
     "tree32-cached-wy": tree(32, flags=CACHED, state="wy"),
+    "tree32-pages-wy": tree(32, flags=PAGES, state="wy"),
     # Three widths in one server, forced by requests; picked by the policy from what the first one measured.
     # The start-up self-check looks at every width.
     "tree64-widths": tree(64, widths=[16, 32, 64], self_check=4),
     "tree64-widths-wy": tree(64, widths=[16, 32, 64], state="wy", self_check=4),
     "tree64-auto": tree(64, widths=[16, 32, 64], budget="auto", costs="@tree64-widths.costs.json"),
     # The same pair as the checkpoints that users have.
-    "tree32-text": replace(tree(32, self_check=4), kind="text"),
-    "tree32-vision": replace(tree(32, flags=PICTURES, self_check=4), kind="vision"),
-    "tree32-vision-wy": replace(tree(32, flags=PICTURES, state="wy", self_check=4), kind="vision"),
-    "ar-vision": Arm(flags=PICTURES, kind="vision"),
-    "dflash-window": Arm("DFLASH", kind="window"),
-    "tree32-window": replace(tree(32), kind="window"),
-    "tree32-long": replace(tree(32, flags=LONG, self_check=4), kind="long"),
-    "dflash-long": Arm("DFLASH", flags=LONG, kind="long"),
-    "ar-long": Arm(flags=LONG, kind="long"),
-    "ar-fp8": Arm(flags=FP8, environment=TRITON_FP8),
-    "tree32-fp8": replace(tree(32, flags=FP8_TARGET, self_check=4), environment=TRITON_FP8),
-    "tree32-fp8-wy": replace(tree(32, flags=FP8_TARGET, state="wy", self_check=4), environment=TRITON_FP8),
-    "tree32-fp8-drafter": replace(tree(32, flags=FP8), environment=TRITON_FP8),
-    "ar-kv8": Arm(flags=FP8_CACHE),
-    "tree32-kv8": tree(32, flags=FP8_CACHE, self_check=4),
+    **{
+        name: replace(arm, prompts=FEW)
+        for name, arm in {
+            "tree32-text": replace(tree(32, state="wy", self_check=4), kind="text"),
+            "tree32-vision": replace(tree(32, flags=PICTURES, self_check=4), kind="vision"),
+            "tree32-vision-wy": replace(tree(32, flags=PICTURES, state="wy", self_check=4), kind="vision"),
+            "ar-vision": Arm(flags=PICTURES, kind="vision"),
+            "dflash-window": Arm("DFLASH", kind="window"),
+            "tree32-window": replace(tree(32, state="wy"), kind="window"),
+            "tree32-long": replace(tree(32, flags=LONG, state="wy", self_check=4), kind="long"),
+            "dflash-long": Arm("DFLASH", flags=LONG, kind="long"),
+            "ar-long": Arm(flags=LONG, kind="long"),
+            "ar-fp8": Arm(flags=FP8, environment=TRITON_FP8),
+            "tree32-fp8": replace(tree(32, flags=FP8_TARGET, self_check=4), environment=TRITON_FP8),
+            "tree32-fp8-wy": replace(
+                tree(32, flags=FP8_TARGET, state="wy", self_check=4), environment=TRITON_FP8
+            ),
+            "tree32-fp8-drafter": replace(tree(32, flags=FP8), environment=TRITON_FP8),
+            "ar-kv8": Arm(flags=FP8_CACHE),
+            "tree32-kv8": tree(32, flags=FP8_CACHE, state="wy", self_check=4),
+        }.items()
+    },
     "ar-tp2": Arm(flags=(*Arm.flags, "--tp-size", "2")),
     "tree32-tp2": tree(32, flags=(*Arm.flags, "--tp-size", "2")),
 }
@@ -158,15 +172,17 @@ STAGES: dict[str, dict[str, list[str]]] = {
     "g": {"tree32": ["greedy", "info"]},
     "h": {
         "ar": ["greedy", "ties"],
-        "tree32-cached": ["greedy", "cache", "lengths", "batches", "aborts", "load", "info"],
+        "tree32-cached-wy": ["greedy", "cache", "lengths", "batches", "aborts", "load", "info"],
+        "tree32-pages-wy": ["greedy", "cache", "lengths", "info"],
+        "tree32-cached": ["greedy", "cache", "lengths", "batches", "aborts", "info"],
         "tree32-pages": ["greedy", "cache", "lengths", "info"],
     },
     "features": {
         "ar": ["greedy", "features", "ties"],
-        "tree32-grammar": ["greedy", "features", "grammar", "refusals", "fixtures", "info"],
-        "shadow": ["refusals"],
+        "tree32-grammar": ["greedy", "features", "grammar", "refusals", "fixtures", "kinds", "info"],
+        "shadow": ["greedy", "refusals"],
     },
-    "i": {"ar": ["draws"], "tree32": ["draws"], "dflash": ["draws"]},
+    "i": {"ar": ["draws"], "tree32": ["draws"], "tree32-wy": ["draws"], "dflash": ["draws"]},
     "j": {"ar": ["greedy", "ties"], "tree32": ["greedy", "info"], "unsafe32": ["greedy", "info"]},
     # Stored states and replayed ones in one run: tokens, accept lengths, seconds a step, bytes.
     "wy": {
@@ -213,7 +229,6 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree32-long": ["long", "info"],
         "dflash-long": ["long"],
     },
-    # Each in a run of its own: the first server is the reference, and of the same numbers.
     "fp8": {
         "ar-fp8": ["greedy", "ties"],
         "tree32-fp8": ["greedy", "info"],
@@ -223,8 +238,8 @@ STAGES: dict[str, dict[str, list[str]]] = {
     "kv8": {"ar-kv8": ["greedy", "ties"], "tree32-kv8": ["greedy", "info"]},
     "k": {"ar-tp2": ["greedy", "ties"], "tree32-tp2": ["greedy", "info"]},
 }
-# Stages that are not gates' arms: their own servers, one at a time.
-EXTRA_STAGES = ("step", "step-wy")
+# Not an arm's workloads: servers of their own, asked when all others have ended.
+EXTRA_STAGES = ("profile",)
 
 
 def plan_of(stages: list[str]) -> dict[str, list[str]]:

@@ -1,61 +1,75 @@
-"""The order of things: arms in groups, their workloads, and what a failure may stop (nothing but itself)."""
+"""The order of things: which arms are served when, and what a failure may stop (nothing but itself)."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 import traceback
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine import diagnosis
+from engine import diagnosis, step_parts
 from engine.arms import ARMS, argv_of
 from engine.host import Context
-from engine.judgement import ask_about_ties, judge
+from engine.judgement import REFEREES, ask_about_ties, judge
 from engine.servers import START_LIMIT, Server, cause
-from engine.step_times import STEP_ARMS, STEP_WY_ARMS, step_times
 from engine.workloads import WORKLOADS
 
-# A group that cannot be served in the time left is not started.
-GROUP_SECONDS = 150
+# An arm that cannot be served in the time left is not started.
+ARM_SECONDS = 150
+# The workload that lasts as long as it is told to: its arms start first, and others are served meanwhile.
+LASTING = "load"
 
 
 class Run:
-    """One plan in the works: its servers' ports, what failed, and the reference that answers about ties."""
+    """One plan in the works: its servers' ports, what failed, and the references that answer about ties."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.failures: list[str] = []
         # Arm -> one line on why its server ended or never became ready.
         self.broken: dict[str, str] = {}
-        self.looked_into: set[str] = set()
-        self.reference: Server | None = None
-        self._port = 30100
+        # Arms of plain decoding that are still up.
+        self.references: dict[str, Server] = {}
+        self._servers: list[Server] = []
+        self._ports = iter(range(30107, 32000, 7))
+        self._first = threading.Event()
 
     def all(self, work: dict[str, list[str]], extra: list[str], *, diagnose: bool) -> list[str]:
-        """Arms in groups, diagnoses of those that broke, ties and the other stages; returns what failed."""
+        """Arms side by side, a diagnosis of those that broke, ties and the other stages; what failed."""
+        profiled: Server | None = None
+        lasting = [name for name, workloads in work.items() if LASTING in workloads]
+        pool = concurrent.futures.ThreadPoolExecutor(max(self.context.options.parallel, len(lasting) + 1))
         try:
-            for group in groups_of(list(work), self.context.options.parallel):
-                self._guarded(" ".join(group), self._group, group, work)
-                self._guarded("saving", self.context.save)
-                if diagnose:
-                    self._guarded("diagnosis", self._diagnose)
-            if self.reference is not None:
+            first = [*[name for name in work if name not in lasting][:1], *lasting]
+            jobs = {name: pool.submit(self._arm, name, work[name]) for name in first}
+            # The first servers fill the caches of compiled kernels that the others then find.
+            concurrent.futures.wait([pool.submit(self._first.wait)] if jobs else [])
+            jobs |= {name: pool.submit(self._arm, name, work[name]) for name in work if name not in jobs}
+            self._collect(jobs, [name for name in work if name not in lasting])
+            if "profile" in extra:
+                profiled = self._guarded("profile", step_parts.start, self.context)
+            self._collect(jobs, lasting)
+            if diagnose:
+                self._guarded("diagnosis", diagnosis.diagnose, self.context, self.broken, self.port)
+            if self.references:
                 self._guarded("ties", self._ties)
+            self._guarded("judgement", judge, self.context)
+            self._stop()
+            if profiled is not None:
+                self._guarded("profile", step_parts.measure, self.context, profiled)
         finally:
-            if self.reference is not None:
-                self.reference.stop()
-        self._guarded("judgement", judge, self.context)
-        for stage in extra:
-            arms = {"step": STEP_ARMS, "step-wy": STEP_WY_ARMS}[stage]
-            self.failures += self._guarded(stage, step_times, self.context, arms) or []
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._stop()
+            if profiled is not None:
+                profiled.stop()
         return self.failures
 
     def port(self) -> int:
         """A port that no other server of this plan had."""
-        self._port += 7
-        return self._port
+        return next(self._ports)
 
     def _guarded(self, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of the plan; what it raises is told and counted, and the plan goes on."""
@@ -67,62 +81,44 @@ class Run:
             self.failures.append(what)
             return None
 
-    def _group(self, group: list[str], work: dict[str, list[str]]) -> None:
-        if self.context.seconds_left() < GROUP_SECONDS:
-            self.context.left_over += group
-            return
-        servers = []
-        try:
-            for name in group:
-                port = self.port()
-                argv = argv_of(self.context.pair_of(ARMS[name]), ARMS[name], port)
-                servers.append(Server(self.context, name, ARMS[name], port, argv))
-            # Side by side: a server that waits for its turn holds up the next group.
-            with concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:
-                found = [pool.submit(self._serve, server, work[server.name]) for server in servers]
-            for server, future in zip(servers, found, strict=True):
-                self._guarded(server.name, self._served, server, future.result)
-        finally:
-            for server in servers:
-                if server is not self.reference:
-                    server.stop()
+    def _collect(self, jobs: dict[str, concurrent.futures.Future[list[str]]], names: Iterable[str]) -> None:
+        for name in names:
+            self.failures += self._guarded(name, jobs[name].result) or []
 
-    def _serve(self, server: Server, workloads: list[str]) -> list[str]:
-        """Give a server its workloads; what failed. Plain decoding goes on: it may be the reference."""
-        failed = serve(self.context, server, workloads)
-        dead = bool(failed) and (server.ended or server.ready_after is None)
-        if dead:
-            self.broken[server.name] = cause(server.log.read_text(errors="replace"))
-        if dead or not server.name.startswith("ar"):
-            server.stop()
+    def _arm(self, name: str, workloads: list[str]) -> list[str]:
+        """Start an arm's server and give it its workloads; what failed. A referee goes on running."""
+        if self.context.seconds_left() < ARM_SECONDS:
+            self.context.left_over.append(name)
+            return []
+        port = self.port()
+        argv = argv_of(self.context.pair_of(ARMS[name]), ARMS[name], port)
+        server = Server(self.context, name, ARMS[name], port, argv)
+        self._servers.append(server)
+        try:
+            failed = serve(self.context, server, workloads, self._first.set)
+            if failed and (server.ended or server.ready_after is None):
+                self.broken[name] = cause(server.log.read_text(errors="replace"))
+            elif name in REFEREES:
+                self.references[name] = server
+        finally:
+            self._first.set()
+            if name not in self.references:
+                server.stop()
         self.context.save()
         return failed
 
-    def _served(self, server: Server, failed: Callable[[], list[str]]) -> None:
-        self.failures += failed()
-        if not server.ended and self.reference is None:
-            self.reference = server
-
-    def _diagnose(self) -> None:
-        """Look into causes not seen before, at once: what the next arms would only run into again."""
-        news = {name: cause for name, cause in self.broken.items() if cause not in self.looked_into}
-        self.looked_into |= set(news.values())
-        if news:
-            diagnosis.diagnose(self.context, news, self.port)
-
     def _ties(self) -> None:
-        assert self.reference is not None
-        questions = ask_about_ties(self.context, self.reference)
+        questions = ask_about_ties(self.context, self.references)
         self.context.keep(self.context.judge, "differences", questions)
 
-
-def groups_of(names: list[str], parallel: int) -> list[list[str]]:
-    """The first server alone: it fills the caches of compiled kernels that the others then find."""
-    rest = names[1:]
-    return [names[:1]] * bool(names) + [rest[i : i + parallel] for i in range(0, len(rest), parallel)]
+    def _stop(self) -> None:
+        while self._servers:
+            self._servers.pop().stop()
 
 
-def serve(context: Context, server: Server, workloads: list[str]) -> list[str]:
+def serve(
+    context: Context, server: Server, workloads: list[str], ready: Callable[[], None] = lambda: None
+) -> list[str]:
     """Wait for a server and give it its workloads; what failed, as `arm` or `arm.workload`."""
     limit = min(START_LIMIT, max(30.0, context.seconds_left() - 20))
     if not server.wait(limit):
@@ -130,6 +126,7 @@ def serve(context: Context, server: Server, workloads: list[str]) -> list[str]:
         print(f"{server.name}: NOT READY, {how}\n{server.why()}", flush=True)
         return [server.name]
     print(f"{server.name}: ready after {server.ready_after:.0f} s", flush=True)
+    ready()
     failures = []
     for workload in workloads:
         began = time.monotonic()

@@ -30,6 +30,7 @@ class Server:
 
     def __init__(self, context: Context, name: str, arm: Arm, port: int, argv: list[str]) -> None:
         self.name = name
+        self.arm = arm
         self.url = f"http://127.0.0.1:{port}"
         self.log = context.raw / f"{name}.log"
         self.began = time.monotonic()

@@ -26,7 +26,7 @@ TIES_SECONDS = 120
 def greedy(context: Context, server: Server) -> Any:
     """Every prompt alone, at T=0."""
     rows = []
-    for number, ids in enumerate(context.prompts):
+    for number, ids in enumerate(context.prompts[: server.arm.prompts]):
         began = time.monotonic()
         rid = f"greedy-{number}-{os.getpid()}"
         answer = server.generate(ids, context.options.tokens, rid=rid)

@@ -1,0 +1,64 @@
+"""Traces of a server's kernels by SGLang's own profiler, cut down to what a breakdown of its steps needs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.servers import Server
+
+# Categories of a trace that occupy the card.
+ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")
+# Forward passes of a trace; requests that outlast them; and how long a trace may take to be written.
+PASSES, OUTLASTING, WRITING_SECONDS = 8, 400, 60
+
+
+def take(
+    server: Server, folder: Path, prompts: list[list[int]], sampling: dict[str, Any], passes: int = PASSES
+) -> dict[str, Any]:
+    """A trace of `passes` verify passes (without speculation: tokens) while all prompts are in flight.
+
+    Returns {"names": [kernel], "events": [[name's index, start, duration]]}, nanoseconds from the first
+    event's start, in the order of their starts. Raises OSError or ValueError when the server writes no trace.
+    """
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [pool.submit(server.generate, ids, OUTLASTING, sampling=sampling) for ids in prompts]
+        time.sleep(0.4)  # past prefill; the requests last for seconds
+        body = {"output_dir": str(folder), "num_steps": passes, "activities": ["GPU"], "with_stack": False}
+        server.post("/start_profile", body)
+        for job in jobs:
+            job.result()
+    return compact(json.loads(gzip.decompress(_written(folder).read_bytes()))["traceEvents"])
+
+
+def _written(folder: Path) -> Path:
+    """The trace's file when it is whole."""
+    deadline = time.monotonic() + WRITING_SECONDS
+    size = -1
+    while time.monotonic() < deadline:
+        time.sleep(1)
+        for path in folder.rglob("*.json.gz"):
+            if path.stat().st_size == size:
+                return path
+            size = path.stat().st_size
+    raise OSError(f"{folder}: no whole trace after {WRITING_SECONDS} s")
+
+
+def compact(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """A Chrome trace's events on the card (microseconds there) as names and integers."""
+    found = sorted(
+        (float(event["ts"]), float(event["dur"]), str(event["name"]))
+        for event in events
+        if event.get("cat") in ON_CARD
+    )
+    if not found:
+        raise ValueError("a trace without kernels")
+    names = list(dict.fromkeys(name for _, _, name in found))
+    places = {name: place for place, name in enumerate(names)}
+    began = found[0][0]
+    rows = [[places[name], round(1e3 * (at - began)), round(1e3 * lasted)] for at, lasted, name in found]
+    return {"names": [name[:160] for name in names], "events": rows}
