@@ -165,16 +165,13 @@ def _verify_cases() -> Iterator[Case]:
         yield _fused_case(gdn, 32, dim, state, dtype)
     for width in (64, 128):
         yield from _solve_cases(gdn, width, 128, "bf16")
-        for exact in (False, True):
-            yield _stream_case(gdn, width, 128, "fp32", "bf16", exact)
-    yield _stream_case(gdn, 64, 128, "fp32", "bf16", False, out="fp32", count=True)
+        yield _stream_case(gdn, width, 128, "fp32", "bf16")
+    yield _stream_case(gdn, 64, 128, "fp32", "bf16", out="fp32")
     yield from _solve_cases(gdn, 128, 256, "bf16")
     yield from _solve_cases(gdn, 128, 128, "fp32")
     yield from _solve_cases(gdn, 128, 256, "fp32")
-    for exact in (False, True):
-        yield _stream_case(gdn, 64, 128, "bf16", "bf16", exact)
-        yield _stream_case(gdn, 64, 256, "fp32", "bf16", exact)
-        yield _stream_case(gdn, 64, 128, "fp32", "fp32", exact)
+    for dim, state, dtype in ((128, "bf16", "bf16"), (256, "fp32", "bf16"), (128, "fp32", "fp32")):
+        yield _stream_case(gdn, 64, dim, state, dtype)
     for state in ("fp32", "bf16"):
         yield _scan_case(gdn, 128, state)
     yield _scan_case(gdn, 256, "fp32")
@@ -208,7 +205,6 @@ def _verify_types(state: str, dtype: str) -> dict[str, str]:
         "pool": f"*{state}",
         "slots": "*i64",
         "bits": "*i32",
-        "recomputed": "*i64",
         "responses": "*fp32",
         "prefix_queries": "*fp32",
         "inverses": "*fp32",
@@ -232,17 +228,15 @@ def _solve_cases(gdn: Any, width: int, dim: int, dtype: str) -> Iterator[Case]:
         "BQ": block,
         "BLOCKS": (width + block - 1) // block,
         "WORDS": (width + 31) // 32,
-        "SOLVE_PRECISION": config.solve_precision,
+        "PRECISION": config.precision,
     }
     label, options = f"Q{width} K{dim} {dtype}", {"num_warps": config.solve_warps, "num_stages": 1}
     for kernel in (gdn._tree_gdn_invert_kernel, gdn._tree_gdn_respond_kernel):
         yield Case(kernel, label, _verify_types("fp32", dtype), constants, options)
 
 
-def _stream_case(
-    gdn: Any, width: int, dim: int, state: str, dtype: str, exact: bool, out: str = "", count: bool = False
-) -> Case:
-    config = gdn.verify_config(dim, dim, exact)
+def _stream_case(gdn: Any, width: int, dim: int, state: str, dtype: str, out: str = "") -> Case:
+    config = gdn.verify_config(dim, dim)
     block = gdn.BLOCK_ROWS
     constants = {
         "HV": 48,
@@ -252,18 +246,11 @@ def _stream_case(
         "BLOCKS": (width + block - 1) // block,
         "BK": config.block_k,
         "BV": config.block_v,
-        "SOLVE_PRECISION": config.solve_precision,
-        "STATE_PRECISION": config.state_precision,
-        "DETECT": config.detect and state == "fp32",
-        "COUNT": count,
-        "CANCELLING": gdn.CANCELLING,
+        "PRECISION": config.precision,
     }
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    label = f"Q{width} K{dim} {dtype} state {state}{' exact' if exact else ''}"
-    types = _verify_types(state, dtype)
-    if out:
-        types |= {"o": f"*{out}", "recomputed": "*i32"}
-        label += f" out {out} counted"
+    label = f"Q{width} K{dim} {dtype} state {state}{f' out {out}' if out else ''}"
+    types = _verify_types(state, dtype) | {"o": f"*{out or dtype}"}
     return Case(gdn._tree_gdn_stream_kernel, label, types, constants, options)
 
 

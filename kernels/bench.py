@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from ddtree_kernels import bench_commit, bench_steps, bench_stock, bench_timing, bench_verify, interpreting
 from ddtree_kernels.bench_inputs import QWEN36_27B, TINY
-from ddtree_kernels.bench_targets import TARGETS, sign, summary
+from ddtree_kernels.bench_targets import TARGETS, measurement_of, sign, summary
 from ddtree_kernels.bench_timing import Place
 
 # Most wanted first.
@@ -34,13 +34,11 @@ MEASUREMENTS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "bandwidth": bench_timing.bandwidth,
     "numerics": bench_steps.numerics,
     "verify-n1-q64": lambda place: bench_verify.verify(place, 1, 64),
-    "verify-exact-n1-q64": lambda place: bench_verify.verify(place, 1, 64, exact=True),
     "stock": bench_stock.stock,
     "verify-n1-q16": lambda place: bench_verify.verify(place, 1, 16),
     "verify-n4-q64": lambda place: bench_verify.verify(place, 4, 64),
     "verify-n8-q64": lambda place: bench_verify.verify(place, 8, 64),
-    "verify-adversarial": lambda place: bench_verify.adversarial(place, exact=False),
-    "verify-adversarial-exact": lambda place: bench_verify.adversarial(place, exact=True),
+    "verify-adversarial": bench_verify.adversarial,
     "commit-n8": bench_commit.commit,
     "build-walk": bench_steps.build_walk,
     "memory-q64": bench_steps.memory,
@@ -70,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.tiny and not torch.cuda.is_available():
         print("no CUDA card here: run this on a GPU host", file=sys.stderr)
         return 3
-    names = [name for name in MEASUREMENTS if not options.only or name in options.only]
+    only = {measurement_of(name) for name in options.only or ()}
+    names = [name for name in MEASUREMENTS if not only or name in only]
     names = [name for name in names if options.only or options.sweep or "sweep" not in name]
     names = [name for name in names if name != "stock" or (options.stock and not options.tiny)]
     return Bench(options).run(names)
@@ -174,7 +173,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("kernel-bench"), help="folder for the JSON files")
     add("--budget-s", type=float, default=600, help="stop after so many seconds")
-    add("--only", nargs="+", choices=MEASUREMENTS, metavar="NAME", help="these measurements alone")
+    add("--only", nargs="+", choices={**MEASUREMENTS, **TARGETS}, metavar="NAME", help="these alone")
     add("--no-stock", dest="stock", action="store_false", help="leave SGLang's kernels out")
     add("--sglang-site", type=Path, help="folder to import SGLang from")
     add("--sweep", action="store_true", help="time other launch configurations as well")

@@ -32,7 +32,6 @@ def stock(place: Place) -> dict[str, Any]:
     for name, (batch, width) in VERIFY.items():
         inputs = random_inputs(place.shape, batch, width, place.device)
         times[name] = timed(place, _stock_verify(place, verify, inputs))
-    times["verify-exact-n1-q64"] = times["verify-n1-q64"]
     inputs = random_inputs(place.shape, 1, 64, place.device)
     start = time.perf_counter()
     work = _stock_convolution(place, convolve, inputs)

@@ -20,15 +20,10 @@ is ever formed.
 
 **Precision.** k and v enter products as they are stored: for bfloat16 inputs `k k^T` and `q k^T` are exact
 products summed in float32 and normalised afterwards, and the float32 factors M are split into two 16-bit
-parts (relative rounding 2^-17). The solve's own products are three bfloat16 products each, to 2^-16: they are
-small, and in tf32 they are what fails on correlated keys. Only wider trees' product with a float32 state is
-rounded to tf32, unless `exact`. Log decays are summed as a multiple of 2^-7, exactly, and a remainder below
-1, so that differences of large sums keep their digits.
-
-**Detection.** That tf32 rounding is relative to the factors, q' and S0; where their product cancels, alone or
-against M v, it shows. Every tile compares |q'|^2 |S0|^2 / K with |o|^2 and, where the first is more than
-`CANCELLING` times the second, does its product again to float32 accuracy, in the same launch. Nothing is read
-back, so a CUDA graph holds it.
+parts (relative rounding 2^-17). Products of two float32 blocks, the solve's own and that with a float32
+state, are three bfloat16 products each, to 2^-16 of their factors: with tf32's 2^-10 the solve fails on
+correlated keys, and q' S0 loses its digits where it cancels. Log decays are summed as a multiple of 2^-7,
+exactly, and a remainder below 1, so that differences of large sums keep their digits.
 
 **Scan form.** One program per head and tile of V walks the nodes depth first with the state in registers;
 only branches go through memory, one layer's worth, shared by all layers. All of it is float32.
@@ -62,21 +57,16 @@ MAX_HEAD_DIM = 256
 # Most nodes that one launch solves, on any card and at all; rows of a block of wider trees.
 SMALL_WIDTH, FUSED_WIDTH = 32, 64
 BLOCK_ROWS = 32
-# How far |q'|^2 |S0|^2 / K may pass |o|^2 before a tile's tf32 product is done again. Truncating both factors
-# costs about 1e-3 of their product, so at 4 (twice the length) the output keeps 2e-3.
-CANCELLING = 4.0
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """How the WY form's kernels are launched and how their float32 products are rounded.
+    """How the three launches of a wider tree are cut and rounded.
 
     block_v, block_k   value channels a program streams, key channels it takes at a time
     num_warps, num_stages            of the stream kernel
     solve_warps                      of the invert and respond kernels
-    solve_precision    products of the triangular solve and the key products of 32-bit inputs
-    state_precision    the product with a float32 state
-    detect             do tiles again whose state product cancels
+    precision          all products that are not exact as stored
     """
 
     block_v: int = 32
@@ -84,9 +74,7 @@ class VerifyConfig:
     num_warps: int = 4
     num_stages: int = 2
     solve_warps: int = 4
-    solve_precision: Precision = "bf16x3"
-    state_precision: Precision = "tf32"
-    detect: bool = True
+    precision: Precision = "bf16x3"
 
 
 @dataclass(frozen=True)
@@ -104,10 +92,6 @@ class FusedConfig:
     chunk: int
     num_warps: int
     precision: Precision = "bf16x3"
-
-
-FAST = VerifyConfig()
-EXACT = VerifyConfig(state_precision="bf16x3", detect=False)
 
 
 class Scratch(NamedTuple):
@@ -129,7 +113,6 @@ def config_of(
     width: int,
     key_dim: int,
     value_dim: int,
-    exact: bool = False,
     element_size: int = 2,
     *,
     heads: int = 48,
@@ -138,7 +121,7 @@ def config_of(
     """The launch configuration of the kernels that this width takes on this card (default: any)."""
     if takes_one_launch(width, key_dim, value_dim, element_size, device):
         return fused_config(width, key_dim, value_dim, element_size, heads)
-    return verify_config(key_dim, value_dim, exact)
+    return verify_config(key_dim, value_dim)
 
 
 def takes_one_launch(
@@ -177,9 +160,9 @@ def fused_config(
     )
 
 
-def verify_config(key_dim: int, value_dim: int, exact: bool = False) -> VerifyConfig:
-    """The launch configuration for these head dimensions: no spills, within 99 KB of shared memory."""
-    config = EXACT if exact else FAST
+def verify_config(key_dim: int, value_dim: int) -> VerifyConfig:
+    """That of three launches for these head dimensions: no spills, within 99 KB of shared memory."""
+    config = VerifyConfig()
     block_k = min(config.block_k, max(16, triton.next_power_of_2(key_dim)))
     block_v = max(16, min(config.block_v, triton.next_power_of_2(value_dim)))
     return replace(config, block_k=block_k, block_v=block_v, solve_warps=4 if key_dim <= 128 else 8)
@@ -199,11 +182,9 @@ def tree_gdn_verify(
     *,
     bits: Tensor | None = None,
     scale: float | None = None,
-    exact: bool = False,
     out: Tensor | None = None,
     config: VerifyConfig | FusedConfig | None = None,
     form: Form | Literal["auto"] = "wy",
-    recomputed: Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
     """Outputs [N, Q, HV, V] of a tree from a layer's raw inputs; the pool is only read.
@@ -216,10 +197,8 @@ def tree_gdn_verify(
     parents     int[N, Q <= 128], see `ddtree_kernels.ancestry`; the WY form reads `bits` instead, if given
     bits        int32[N, Q, ceil(Q / 32)], contiguous, of `ancestor_bits`: one for every layer of a step
     scale       of q, default K ** -0.5
-    exact       all products to float32 accuracy (error <= 1e-4 before rounding to v's dtype)
     out         where to write; default a new tensor in v's dtype
-    form        "wy", "scan" (always exact), or "auto": what `choose_form` says for this shape
-    recomputed  int32[1], counts the tiles that were done again
+    form        "wy", "scan", or "auto": what `choose_form` says for this shape
     scratch     the WY form's buffers, of `verify_scratch` for as many requests or more; default new ones
 
     Raises `KernelInputError` naming the tensor.
@@ -239,7 +218,7 @@ def tree_gdn_verify(
             a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
         )
     config = config or config_of(
-        width, key_dim, value_dim, exact, q.element_size(), heads=batch * v.shape[2], device=v.device
+        width, key_dim, value_dim, q.element_size(), heads=batch * v.shape[2], device=v.device
     )
     allowed: set[type] = {VerifyConfig} if width > FUSED_WIDTH else {FusedConfig}
     if SMALL_WIDTH < width <= FUSED_WIDTH:
@@ -252,7 +231,7 @@ def tree_gdn_verify(
     if scratch is None:
         scratch = verify_scratch(v, key_dim)
     return tree_gdn_verify_unchecked(
-        a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config, recomputed
+        a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scratch, scale, config
     )
 
 
@@ -271,7 +250,6 @@ def tree_gdn_verify_unchecked(
     scratch: Scratch,
     scale: float,
     config: VerifyConfig | FusedConfig,
-    recomputed: Tensor | None = None,
 ) -> Tensor:
     """The hot path of `tree_gdn_verify` in the WY form: no check, no allocation, no synchronisation.
 
@@ -292,7 +270,7 @@ def tree_gdn_verify_unchecked(
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     blocks = triton.cdiv(width, BLOCK_ROWS)
-    constants = {"K": key_dim, "BQ": BLOCK_ROWS, "BLOCKS": blocks, "SOLVE_PRECISION": config.solve_precision}
+    constants = {"K": key_dim, "BQ": BLOCK_ROWS, "BLOCKS": blocks, "PRECISION": config.precision}
     solve = {
         "GROUP": heads // key_heads,
         "KC": key_chunk(key_dim, q.element_size()),
@@ -343,7 +321,6 @@ def tree_gdn_verify_unchecked(
         out,
         scratch.responses,
         scratch.prefix_queries,
-        slots if recomputed is None else recomputed,
         width,
         v.stride(0),
         v.stride(1),
@@ -355,10 +332,6 @@ def tree_gdn_verify_unchecked(
         V=value_dim,
         BK=config.block_k,
         BV=config.block_v,
-        STATE_PRECISION=config.state_precision,
-        DETECT=config.detect and state_pool.dtype == torch.float32,
-        COUNT=recomputed is not None,
-        CANCELLING=CANCELLING,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,

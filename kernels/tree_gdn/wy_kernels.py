@@ -132,7 +132,7 @@ def _tree_gdn_invert_kernel(
     a, b, A_log, dt_bias, k, bits, inverses, facts, Q,
     stride_an, stride_aq, stride_bn, stride_bq, stride_kn, stride_kq,
     GROUP: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, BQ: tl.constexpr, BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All diagonal blocks at once: T and the facts go to scratch memory."""
     head = tl.program_id(0)
@@ -143,7 +143,7 @@ def _tree_gdn_invert_kernel(
     beta, exact_sum, rest_sum, norm, T = _invert_block(
         a + request * stride_an + head, b + request * stride_bn + head,
         k + request * stride_kn + (head // GROUP) * K, bits + request * Q * WORDS, rate, bias, block,
-        Q, stride_aq, stride_bq, stride_kq, K, KC, BQ, WORDS, SOLVE_PRECISION,
+        Q, stride_aq, stride_bq, stride_kq, K, KC, BQ, WORDS, PRECISION,
     )  # fmt: skip
     rows = tl.arange(0, BQ)
     place = request * tl.num_programs(0) + head
@@ -172,7 +172,7 @@ def _tree_gdn_respond_kernel(
     q, k, bits, inverses, facts, responses, prefix_queries, scale, Q,
     stride_qn, stride_qq, stride_kn, stride_kq,
     GROUP: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, BQ: tl.constexpr, BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M and q' of one block of rows. M's blocks right of the diagonal are never written or read."""
     head = tl.program_id(0)
@@ -197,7 +197,7 @@ def _tree_gdn_respond_kernel(
         beta, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
         T = tl.load(inverses + columns[:, None] * BQ + rows[None, :])
         R, query_norm = _products(
-            q, own, stride_qq, k, columns, stride_kq, Q, K, KC, BQ, SOLVE_PRECISION
+            q, own, stride_qq, k, columns, stride_kq, Q, K, KC, BQ, PRECISION
         )  # fmt: skip
         query_norm *= scale
         R *= query_norm[:, None]
@@ -206,13 +206,13 @@ def _tree_gdn_respond_kernel(
             nodes = between * BQ + rows
             _, exact_to, rest_to, _ = _facts(facts, between, BLOCKS, BQ)
             L, norm_to = _products(
-                k, nodes, stride_kq, k, columns, stride_kq, Q, K, KC, BQ, SOLVE_PRECISION
+                k, nodes, stride_kq, k, columns, stride_kq, Q, K, KC, BQ, PRECISION
             )  # fmt: skip
             L *= norm_to[:, None]
             L *= _decay(_seen(bits, nodes, column, Q, WORDS, BQ), exact_to, rest_to, exact, rest)
             M_between = tl.load(responses + nodes[None, :], mask=valid, other=0.0)
-            R -= dot(M_between, L, SOLVE_PRECISION)
-        M = dot(R * norm[None, :], T, SOLVE_PRECISION) * beta[None, :]
+            R -= dot(M_between, L, PRECISION)
+        M = dot(R * norm[None, :], T, PRECISION) * beta[None, :]
         tl.store(responses + columns[None, :], M, mask=valid)
         tl.debug_barrier()  # the next rounds and the loop below read what this block has stored of M
     prefix_queries += (place * Q + own[:, None]) * K
@@ -225,45 +225,18 @@ def _tree_gdn_respond_kernel(
             M = tl.load(responses + columns[None, :], mask=valid, other=0.0)
             _, exact, rest, norm = _facts(facts, column, BLOCKS, BQ)
             keys = _rows(k, columns, channels, Q, K, stride_kq)
-            prefix_query -= dot_stored(M * (tl.exp(exact + rest) * norm)[None, :], keys, SOLVE_PRECISION)
+            prefix_query -= dot_stored(M * (tl.exp(exact + rest) * norm)[None, :], keys, PRECISION)
         tl.store(prefix_queries + channels[None, :], prefix_query, mask=valid & (channels < K)[None, :])
 
 
 @triton.jit
-def _prefix_part(
-    prefix_queries, pool, values, row, valid, slot, K: tl.constexpr, V: tl.constexpr,
-    BQ: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q' S0 of one tile, with the squared norms of both factors."""
-    out = tl.zeros((BQ, BV), tl.float32)
-    query_square = tl.zeros((BQ,), tl.float32)
-    state_square = tl.zeros((BV,), tl.float32)
-    for start in range(0, K, BK):
-        channels = start + tl.arange(0, BK)
-        inside = (channels < K)[None, :]
-        query = tl.load(prefix_queries + row * K + channels[None, :], mask=valid & inside, other=0.0)
-        mask = (values[:, None] < V) & inside & (slot >= 0)
-        state = tl.load(pool + values[:, None] * K + channels[None, :], mask=mask, other=0.0)
-        out += dot_stored(query, tl.trans(state), PRECISION)
-        query_square += tl.sum(query * query, axis=1)
-        wide = state.to(tl.float32)
-        state_square += tl.sum(wide * wide, axis=1)
-    return out, tl.sum(query_square), tl.sum(state_square)
-
-
-@triton.jit
 def _tree_gdn_stream_kernel(
-    v, pool, slots, o, responses, prefix_queries, recomputed, Q,
+    v, pool, slots, o, responses, prefix_queries, Q,
     stride_vn, stride_vq, stride_slot, stride_on, stride_oq, stride_slots,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BLOCKS: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, SOLVE_PRECISION: tl.constexpr, STATE_PRECISION: tl.constexpr,
-    DETECT: tl.constexpr, COUNT: tl.constexpr, CANCELLING: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o = M v + q' S0 for one block of rows and one tile of value channels.
-
-    DETECT: where the state's part is large against the sum of both, its rounding would show, and the tile is
-    done again to float32 accuracy in this launch. COUNT: count these tiles.
-    """
+    """o = M v + q' S0 for one block of rows and one tile of value channels."""
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     head = tl.program_id(1)
     request = (tl.program_id(2) // BLOCKS).to(tl.int64)
@@ -276,25 +249,18 @@ def _tree_gdn_stream_kernel(
     pool += tl.maximum(slot, 0) * stride_slot + head.to(tl.int64) * K * V
     v += request * stride_vn + head * V
     place = (request * HV + head) * Q + own[:, None]
-    written = tl.zeros((BQ, BV), tl.float32)
+    out = tl.zeros((BQ, BV), tl.float32)
     for column in range(block + 1):
         nodes = column * BQ + rows
         M = tl.load(responses + place * (BLOCKS * BQ) + nodes[None, :], mask=valid, other=0.0)
-        written += dot_stored(M, _rows(v, nodes, values, Q, V, stride_vq), SOLVE_PRECISION)
-    kept, query_square, state_square = _prefix_part(
-        prefix_queries, pool, values, place, valid, slot, K, V, BQ, BV, BK, STATE_PRECISION
-    )
-    out = written + kept
-    if DETECT:
-        total = tl.sum(tl.sum(out * out, axis=1))
-        # NaN is never <=: what cannot be judged is done again.
-        if not (query_square * state_square <= CANCELLING * K * total):
-            kept, _, _ = _prefix_part(
-                prefix_queries, pool, values, place, valid, slot, K, V, BQ, BV, BK, "bf16x3"
-            )
-            out = written + kept
-            if COUNT:
-                tl.atomic_add(recomputed, 1)
-    mask = valid & (values[None, :] < V)
+        out += dot_stored(M, _rows(v, nodes, values, Q, V, stride_vq), PRECISION)
+    for start in range(0, K, BK):
+        channels = start + tl.arange(0, BK)
+        inside = (channels < K)[None, :]
+        query = tl.load(prefix_queries + place * K + channels[None, :], mask=valid & inside, other=0.0)
+        mask = (values[:, None] < V) & inside & (slot >= 0)
+        state = tl.load(pool + values[:, None] * K + channels[None, :], mask=mask, other=0.0)
+        out += dot_stored(query, tl.trans(state), PRECISION)
     o += request * stride_on + head * V
+    mask = valid & (values[None, :] < V)
     tl.store(o + own[:, None] * stride_oq + values[None, :], out.to(o.dtype.element_ty), mask=mask)

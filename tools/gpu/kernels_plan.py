@@ -129,7 +129,7 @@ def launches(tiny: bool) -> dict[str, Callable[[], Any]]:
     from ddtree_kernels.commit.triton import commit
     from ddtree_kernels.tree_build.triton import tree_build
     from ddtree_kernels.tree_conv.triton import tree_conv
-    from ddtree_kernels.tree_gdn.triton import EXACT, FAST, replace, tree_gdn_verify
+    from ddtree_kernels.tree_gdn.triton import VerifyConfig, tree_gdn_verify
 
     device = torch.device("cpu" if tiny else "cuda")
     shape = bench_inputs.Shape(layers=2, heads=1, value_heads=2, key_dim=128, value_dim=128)
@@ -165,14 +165,10 @@ def launches(tiny: bool) -> dict[str, Callable[[], Any]]:
     named: dict[str, Callable[[], Any]] = {"conv": conv, "commit": commit_all, "build": build}
     for width in (5, 16, 33, 64, 100):
         named[f"verify-{width}"] = lambda width=width: verify(width)
-        named[f"exact-{width}"] = lambda width=width: verify(width, exact=True)
     named["scan-16"] = lambda: verify(16, form="scan")
     for label, config in (
-        ("tf32", replace(EXACT, state_precision="tf32")),
-        ("tf32-solve", replace(EXACT, solve_precision="tf32")),
-        ("ieee", replace(EXACT, state_precision="ieee", solve_precision="ieee")),
-        ("one-stage", replace(EXACT, num_stages=1)),
-        ("no-detect", replace(FAST, detect=False)),
+        ("ieee", VerifyConfig(precision="ieee")),
+        ("one-stage", VerifyConfig(num_stages=1)),
     ):
         named[f"variant-{label}"] = lambda config=config: verify(70, config=config)
     return named

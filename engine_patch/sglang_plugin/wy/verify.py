@@ -90,7 +90,6 @@ def verify_layer(
         slots,
         parents,
         bits=bits,
-        exact=x.dtype == torch.float32,
         out=out.view(rows, width, heads, layout.value_dim),
         scratch=stash.scratch,
     )

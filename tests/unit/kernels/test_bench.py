@@ -11,7 +11,7 @@ import torch
 from ddtree_kernels import bench, bench_inputs
 from ddtree_kernels.bench_copy import copy
 from ddtree_kernels.bench_inputs import captured_inputs, random_parents
-from ddtree_kernels.bench_targets import TARGETS, summary
+from ddtree_kernels.bench_targets import TARGETS, measurement_of, summary
 from ddtree_kernels.bench_timing import Place, timed
 from ddtree_kernels.bench_verify import verify_error
 
@@ -37,7 +37,8 @@ def test_ratios_and_floors_come_from_the_same_run():
     results = {
         "bandwidth": {"bytes_per_second": 4e12},
         "stock": {"verify-n1-q64": {"milliseconds": 7.2}},
-        "verify-n1-q64": {"milliseconds": 0.6, "floor_bytes": 4e9, "error": 1e-3},
+        "verify-n1-q64": {"milliseconds": 0.6, "floor_bytes": 4e9, "error": 1e-5},
+        "verify-adversarial": {"figure": 2e-5, "error": 2e-5},
         "commit-n8": {"milliseconds": 3.0, "floor_bytes": 8e9},
         "verify-n4-q64": {"milliseconds": 1.0},
     }
@@ -46,6 +47,17 @@ def test_ratios_and_floors_come_from_the_same_run():
     assert rows["verify-n1-q64"]["floor_milliseconds"] == pytest.approx(1.0)
     assert rows["commit-n8"]["figure"] == pytest.approx(1.5)
     assert rows["verify-n4-q64"]["figure"] is None
+    for one, other in (
+        ("verify-exact-n1-q64", "verify-n1-q64"),
+        ("verify-adversarial-exact", "verify-adversarial"),
+    ):
+        differing = {name for name in rows[one] if rows[one][name] != rows[other][name]}
+        assert {"id", "error_target"} <= differing <= {"id", "target", "error_target"}
+
+
+def test_a_target_can_be_asked_for_where_it_reads_another_s_measurement(tmp_path):
+    assert bench.main(["--tiny", "--only", "verify-adversarial-exact", "--out", str(tmp_path)]) == 0
+    assert list(json.loads((tmp_path / "bench.json").read_text())["results"]) == ["verify-adversarial"]
 
 
 def test_the_bandwidth_is_that_of_the_faster_copy(tmp_path):
@@ -159,7 +171,7 @@ def test_measurements_past_the_time_budget_are_left_out(tmp_path):
     assert bench.main(["--tiny", "--budget-s", "0", "--out", str(tmp_path)]) == 1
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["results"] == {}
-    assert set(TARGETS) <= set(report["failures"])
+    assert {measurement_of(name) for name in TARGETS} <= set(report["failures"])
 
 
 def test_without_a_card_the_environment_is_at_fault(monkeypatch, capsys):
@@ -186,7 +198,7 @@ def test_captured_layers_run_as_inputs(tmp_path):
     assert (label, other) == ("layer0", "layer0-tree")
     assert torch.equal(forked.x, inputs.x)
     assert torch.equal(inputs.parents, torch.from_numpy(arrays["parents"])[None])
-    assert verify_error(inputs, exact=True) < 1e-4
+    assert verify_error(inputs) < 1e-4
     assert list(captured_inputs(torch.device("cpu"), tmp_path / "none.npz")) == []
 
 
