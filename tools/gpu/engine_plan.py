@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from engine.arms import EXTRA_STAGES, STAGES, plan_of
 from engine.host import Context, add_host_options
@@ -64,9 +65,18 @@ def parse_options() -> argparse.Namespace:
     add("--parallel", type=int, default=3, help="arms served side by side")
     add("--prompts", type=int, default=40)
     add("--tokens", type=int, default=160)
+    add(
+        "--earlier",
+        type=Path,
+        metavar="ARCHIVE",
+        help="answers of a run that ended before its ties: their first differences are asked about too",
+    )
     add("--load-minutes", type=float, default=3.0)
     add("--draws", type=int, default=1000, help="per prompt, 20 prompts")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.earlier is not None:
+        options.earlier = options.earlier.resolve()
+    return options
 
 
 if __name__ == "__main__":

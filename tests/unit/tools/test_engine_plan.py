@@ -42,7 +42,7 @@ class Server:
 
 @pytest.fixture
 def context(tmp_path, monkeypatch):
-    options = argparse.Namespace(pair=tmp_path, out=tmp_path / "out", minutes=9.0, parallel=3)
+    options = argparse.Namespace(pair=tmp_path, out=tmp_path / "out", minutes=9.0, parallel=3, earlier=None)
     options.out.mkdir()
     (tmp_path / "raw").mkdir()
     monkeypatch.setattr(runs, "Server", Server)
@@ -160,6 +160,25 @@ def test_a_difference_is_put_to_plain_decoding_of_the_same_numbers(context, monk
     asked = {question["where"]: question["best"][0][1] for question in found["questions"]}
     assert asked == {"tree32 against ar": "plain", "tree32-fp8 against ar-fp8": "fp8"}
     assert context.left_over == ["ties of tree32-kv8 against ar-kv8"]
+
+
+def test_answers_of_an_earlier_run_are_put_to_the_referee_and_new_ones_win(context, monkeypatch, tmp_path):
+    before = host.Context(context.options, site=tmp_path / "site", raw=tmp_path / "before")
+    before.raw.mkdir()
+    before.keep("host", "prompts", [[9]])
+    before.keep("tree16", "greedy", [{"output_ids": [1]}])
+    before.keep("tree64", "greedy", [{"output_ids": [2]}])
+    before.keep("tree64", "info", {"of": "no use"})
+    before.options = argparse.Namespace(**{**vars(context.options), "out": tmp_path})
+    before.save()
+    context.prompts, context.options.earlier = [[9]], before.archive
+    seen = {}
+    monkeypatch.setattr(runs, "ask_about_ties", lambda context, referees: seen.update(context.results) or {})
+    assert runs.Run(context).all({"ar": ["greedy"], "tree16": ["greedy"]}, [], diagnose=False) == []
+    assert seen["tree16"] == {"greedy": {"by": "tree16"}}
+    assert seen["tree64"] == {"greedy": [{"output_ids": [2]}]}
+    context.prompts = [[8]]
+    assert runs.Run(context).all({"ar": ["greedy"]}, [], diagnose=False) == ["ties"]
 
 
 TRACE = [

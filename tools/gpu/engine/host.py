@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -145,6 +145,19 @@ class Context:
         shutil.rmtree(self.raw, ignore_errors=True)
         shutil.rmtree(self.site, ignore_errors=True)
         print(f"{self.archive}: {self.archive.stat().st_size / 2**20:.1f} MiB", flush=True)
+
+
+def read_answers(archive: Path, workloads: Collection[str]) -> dict[str, dict[str, Any]]:
+    """What an earlier run's archive holds of these workloads: arm -> workload -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    with tarfile.open(archive) as tar:
+        for entry in tar:
+            arm, _, rest = entry.name.partition(".")
+            workload = rest.removesuffix(".json")
+            file = tar.extractfile(entry)
+            if file is not None and rest.endswith(".json") and workload in workloads:
+                found.setdefault(arm, {})[workload] = json.loads(file.read())
+    return found
 
 
 def install_plugin(site: Path) -> None:

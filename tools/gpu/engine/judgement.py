@@ -16,6 +16,8 @@ from engine.servers import Server
 ASKED = 8
 # Plain decoding, and the mark of arms of the same numbers: it stays up and answers about ties.
 REFEREES = {"ar": "", "ar-tp2": "tp2", "ar-fp8": "fp8", "ar-kv8": "kv8"}
+# Workloads whose answers are compared.
+COMPARED = ("greedy", "cache", "lengths", "batches", "padded", "load", "widths")
 # Arms that others are compared with.
 REFERENCES = (*REFEREES, "dflash")
 

@@ -8,12 +8,13 @@ import time
 import traceback
 import urllib.error
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from engine import diagnosis, step_parts
 from engine.arms import ARMS, argv_of
-from engine.host import Context
-from engine.judgement import REFEREES, ask_about_ties, judge
+from engine.host import Context, read_answers
+from engine.judgement import COMPARED, REFEREES, ask_about_ties, judge
 from engine.servers import START_LIMIT, Server, cause
 from engine.workloads import WORKLOADS
 
@@ -108,8 +109,18 @@ class Run:
         return failed
 
     def _ties(self) -> None:
+        if self.context.options.earlier is not None:
+            self._remember(self.context.options.earlier)
         questions = ask_about_ties(self.context, self.references)
         self.context.keep(self.context.judge, "differences", questions)
+
+    def _remember(self, archive: Path) -> None:
+        """Answers of an earlier run, where this one has none: the referees are asked about them too."""
+        answers = read_answers(archive, ("prompts", *COMPARED))
+        if answers.pop("host")["prompts"] != self.context.prompts:
+            raise ValueError(f"{archive} holds answers to other prompts")
+        for arm, runs in answers.items():
+            self.context.results[arm] = runs | self.context.results.get(arm, {})
 
     def _stop(self) -> None:
         while self._servers:
