@@ -19,14 +19,15 @@ ENGINE_PATHS = ("model", "drafter", "calibration", "file")
 def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
     """The sweep of a file (or of the defaults) with options of the command line on top.
 
-    overrides  sweep keys; `engine` holds keys of the engine, `cluster` a cluster.yaml instead of any engine;
-               and `rotate` whether its services move; nulls are not given. `arms` are names.
+    overrides  sweep keys; `engine` holds keys of a local engine, `cluster` a cluster.yaml instead of any
+               engine, `rotate` whether its services move, and `replicas` how many are measured of each
+               service, of a local engine or a cluster; nulls are not given. `arms` are names.
     Raises BadInput naming the file and key, or the option.
     """
     data = read_yaml(path) if path else {}
     if path:
         _resolve_paths(data, path.parent)
-    apart = {"engine", "cluster", "rotate"}
+    apart = {"engine", "cluster", "rotate", "replicas"}
     given = {key: value for key, value in overrides.items() if value is not None and key not in apart}
     engine = {key: value for key, value in (overrides.get("engine") or {}).items() if value is not None}
     if "arms" in given:
@@ -36,6 +37,8 @@ def load_sweep(path: Path | None, overrides: Mapping[str, Any]) -> Sweep:
         data = {**data, "engine": {"kind": "cluster", "file": str(cluster)}}
     if overrides.get("rotate"):
         data = {**data, "engine": _rotating(data.get("engine"), path)}
+    if overrides.get("replicas") is not None:
+        data = {**data, "engine": _replicated(data.get("engine"), path, overrides["replicas"])}
     if engine:
         base = data.get("engine") or {"kind": "local"}
         if isinstance(base, dict) and base.get("kind") in {"external", "cluster"}:
@@ -58,6 +61,16 @@ def _rotating(engine: Any, path: Path | None) -> dict[str, Any]:
         allowed = "cluster, for --rotate: only the services of a cluster.yaml can be moved"
         raise BadInput.at(file=path, key="engine.kind", found=kind or "local", allowed=allowed)
     return {**engine, "rotate": True}
+
+
+def _replicated(engine: Any, path: Path | None, replicas: int) -> dict[str, Any]:
+    """An engine with so many replicas. Raises BadInput for running servers, which are named one by one."""
+    base = engine or {"kind": "local"}
+    kind = base.get("kind", "local") if isinstance(base, dict) else None
+    if kind not in {"local", "cluster"}:
+        allowed = "local, cluster, for --replicas: name each server in engine.services"
+        raise BadInput.at(file=path, key="engine.kind", found=kind, allowed=allowed)
+    return {**base, "replicas": replicas}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

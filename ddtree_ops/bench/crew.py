@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ddtree_ops.bench.plan import Plan
 from ddtree_ops.bench.progress import Stay
 from ddtree_ops.errors import DdtreeError
 from ddtree_ops.output import Output
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.services.base import Launcher, Service
 from ddtree_ops.services.readiness import wait_ready
 from ddtree_ops.services.rotation import Mover
@@ -19,9 +21,9 @@ T = TypeVar("T")
 
 
 class Crew:
-    """Services by name.
+    """Services by name and number of the replica.
 
-    info  the storable part of their `/server_info`, as it was when they were ready
+    info  the storable part of `/server_info` by service, as its first replica was when it was ready
     dead  services that ended while they were measured
     """
 
@@ -30,17 +32,22 @@ class Crew:
         self._launcher = launcher
         self._mover = mover
         self._out = out
-        self._services: dict[str, Service] = {}
+        self._services: dict[tuple[str, int], Service] = {}
         self._absent: frozenset[str] = frozenset()
         self.info: dict[str, dict[str, Any]] = {}
         self.dead: set[str] = set()
 
-    def __getitem__(self, name: str) -> Service:
-        return self._services[name]
+    def replica(self, name: str, number: int) -> Service:
+        return self._services[name, number]
+
+    def replicas(self, name: str) -> list[Service]:
+        """All of a service, in order."""
+        return [service for (other, _), service in sorted(self._services.items()) if other == name]
 
     def living(self) -> list[Service]:
+        """All replicas of services that can be asked."""
         gone = self.dead | self._absent
-        return [one for name, one in self._services.items() if name not in gone and one.alive()]
+        return [one for (name, _), one in self._services.items() if name not in gone and one.alive()]
 
     async def take_up(self, stay: Stay, needed: Collection[str]) -> Mapping[str, str]:
         """Have the needed services ready for a stay.
@@ -48,7 +55,7 @@ class Crew:
         Returns why a service can't be measured, by service: with a rotation one that did not move on fails
         alone. Without one it is all or nothing: raises what :func:`wait_ready` does.
         """
-        names = [spec.name for spec in self._plan.services if spec.name in needed]
+        names = list(dict.fromkeys(spec.name for spec in self._plan.services if spec.name in needed))
         if self._mover is None:
             self._start(names)
             await gather_all(self._ready(name) for name in names)
@@ -64,9 +71,15 @@ class Crew:
         where = f"position {stay.position + 1}"
         return {name: f"the service did not get to {where}: {why}" for name, why in troubles.items()}
 
-    def place(self, name: str, stay: Stay) -> str | None:
-        """Where a service is during a stay; null where services do not move."""
-        return self._places(name)[stay.position] if self._plan.rotation else None
+    def at(self, name: str, number: int, stay: Stay) -> ReplicaAt | None:
+        """Which replica that is and where it is during a stay; null where its service is a single process."""
+        if self._plan.rotation is not None:
+            return self._plan.rotation.seats[name][stay.position][number]
+        service = self._services[name, number]
+        at = service.spec.at
+        if at is None or at.endpoint is not None:
+            return at
+        return at.model_copy(update={"endpoint": urlsplit(service.url).netloc})
 
     def stop(self) -> None:
         """Stop all at once, so that grace periods do not add up."""
@@ -87,15 +100,18 @@ class Crew:
         wanted = set(names)
         for spec in self._plan.services:
             if spec.name in wanted:
-                self._services[spec.name] = self._launcher.create(spec)
-                self._services[spec.name].start()
+                self._services[spec.name, spec.number] = self._launcher.create(spec)
+                self._services[spec.name, spec.number].start()
 
     async def _ready(self, name: str) -> None:
+        """Wait for all replicas of a service."""
         golden = self._plan.dataset.prompts[0].request()
         timeout_s = self._plan.sweep.start_timeout_s
-        self.info[name] = await wait_ready(
-            self._services[name], golden, timeout_s=timeout_s, note=self._out.note
+        infos = await gather_all(
+            wait_ready(service, golden, timeout_s=timeout_s, note=self._out.note)
+            for service in self.replicas(name)
         )
+        self.info[name] = infos[0]
 
     async def _ready_or_why(self, name: str) -> tuple[str, str | None]:
         try:
@@ -104,10 +120,6 @@ class Crew:
         except DdtreeError as error:
             return name, error.message
         return name, None
-
-    def _places(self, name: str) -> tuple[str, ...]:
-        assert self._plan.rotation is not None
-        return self._plan.rotation.places[name]
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

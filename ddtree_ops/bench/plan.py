@@ -26,7 +26,7 @@ SERVICE_START_S = 6.0
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell and the service that serves it."""
+    """A cell and the service that serves it, by its first replica."""
 
     spec: CellSpec
     key: str
@@ -39,7 +39,7 @@ class PlannedCell:
 
     @property
     def requests(self) -> int:
-        return self.spec.prompts * self.spec.repeats
+        return self.spec.prompts * self.spec.repeats * self.spec.copies
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """rotation: null where every service stays in its place; else each repeat has a position of its own."""
+    """services: all replicas of every service, in order.
+    rotation: null where every service stays in its place; else each repeat has a position of its own.
+    """
 
     sweep: Sweep
     dataset: Dataset
@@ -86,7 +88,8 @@ def make_plan(
 ) -> Plan:
     """Lay out the grid arms x budgets x concurrencies x temperatures.
 
-    services  one for each arm and builder, or for each arm and budget where budgets are fixed at start
+    services  one for each arm and builder, or for each arm and budget where budgets are fixed at start; or
+              several of one name, its replicas
     rotation  has as many positions as the sweep has repeats
     Raises BadInput when an arm or a budget has no service.
     """
@@ -94,10 +97,10 @@ def make_plan(
     for concurrency in sweep.concurrencies:
         for temperature in sweep.temperatures:
             cells = tuple(
-                _cell(sweep, dataset, service, budget, concurrency, temperature, host_fingerprint, rotation)
+                _cell(sweep, dataset, replicas, budget, concurrency, temperature, host_fingerprint, rotation)
                 for choice in sweep.arms
                 for budget in (choice.budgets or sweep.budgets if choice.arm.takes_budget else [None])
-                for service in [_service_for(services, choice.arm, _builder(sweep, choice), budget)]
+                for replicas in [_replicas_for(services, choice.arm, _builder(sweep, choice), budget)]
             )
             blocks.append(Block(concurrency, temperature, cells))
     used = {cell.service.name for block in blocks for cell in block.cells}
@@ -121,7 +124,8 @@ def eta_seconds(
         if cell.spec.arm not in seconds_per_token:
             return None
         warmups = cell.spec.warmup * cell.spec.positions
-        tokens = cell.requests * cell.spec.max_tokens + warmups * WARMUP_TOKENS
+        requests = cell.requests / cell.spec.copies  # replicas are loaded at the same time
+        tokens = requests * cell.spec.max_tokens + warmups * WARMUP_TOKENS
         # A CPU or one GPU stream gains little from concurrency; better late than surprised.
         total += tokens * seconds_per_token[cell.spec.arm] / math.sqrt(cell.spec.concurrency)
         starts.add(cell.service.name)
@@ -137,13 +141,14 @@ def _builder(sweep: Sweep, choice: ArmChoice) -> Builder | None:
     return choice.builder
 
 
-def _service_for(
+def _replicas_for(
     services: Sequence[ServiceSpec], arm: Arm, builder: Builder | None, budget: int | None
-) -> ServiceSpec:
+) -> list[ServiceSpec]:
+    """All replicas of the first service that fits."""
     for service in services:
         right_builder = builder is None or service.identity.builder is builder
         if service.arm is arm and right_builder and service.budget in {None, budget}:
-            return service
+            return [other for other in services if other.name == service.name]
     what = arm.value + (f" with budget {budget}" if budget is not None else "")
     raise BadInput(
         f"engine.services: no service for {what}",
@@ -154,13 +159,14 @@ def _service_for(
 def _cell(
     sweep: Sweep,
     dataset: Dataset,
-    service: ServiceSpec,
+    replicas: Sequence[ServiceSpec],
     budget: int | None,
     concurrency: int,
     temperature: float,
     host_fingerprint: str,
     rotation: Rotation | None,
 ) -> PlannedCell:
+    service = replicas[0]
     identity = service.identity
     spec = CellSpec(
         arm=service.arm,
@@ -185,5 +191,14 @@ def _cell(
         image_digest=identity.image_digest,
         host_fingerprint=host_fingerprint,
         rotation=rotation.of(service.name) if rotation else None,
+        replicas=_places(replicas, rotates=rotation is not None),
     )
     return PlannedCell(spec, spec.key(), service)
+
+
+def _places(replicas: Sequence[ServiceSpec], *, rotates: bool) -> list[str] | None:
+    """Where each replica is; with a rotation its host, since it moves. Null for a single one."""
+    if len(replicas) == 1:
+        return None
+    seats = [one.at for one in replicas if one.at is not None]
+    return [seat.host if rotates else seat.place for seat in seats]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,18 +19,21 @@ class Progress:
     given_up  why it was ended early
     died      it was ended because its service was dead
     invalid   what is wrong with its numbers, known before the gates
-    totals    how its server's totals grew, over all its loads
+    logs      ends of logs by replica, where a request failed
+    totals    how its servers' totals grew, over all its loads
+
+    By replica: `warm_outputs`, and `failures_in_a_row`.
     """
 
     cell: PlannedCell
     rows: list[RequestRow]
     started: str | None = None
-    warm_output: list[int] = field(default_factory=list)
-    failures_in_a_row: int = 0
+    warm_outputs: dict[int, list[int]] = field(default_factory=dict)
+    failures_in_a_row: Counter[int] = field(default_factory=Counter)
     given_up: str | None = None
     died: bool = False
     invalid: str | None = None
-    log: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
     totals: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -45,14 +49,21 @@ class Progress:
     def failures(self) -> list[RequestRow]:
         return [row for row in self.rows if row.status is RequestStatus.FAILED]
 
-    def done(self, repeat: int, index: int) -> bool:
-        return any(row.repeat == repeat and row.prompt_index == index for row in self.rows)
+    @property
+    def replicas(self) -> range:
+        """The numbers of its service's replicas."""
+        return range(self.cell.spec.copies)
+
+    def done(self, repeat: int, index: int, number: int = 0) -> bool:
+        """Whether a replica answered a prompt in a repeat."""
+        place = (repeat, index, number)
+        return any((row.repeat, row.prompt_index, row.number) == place for row in self.rows)
 
     def lacks(self, repeats: Iterable[int]) -> bool:
         """Whether a request of these repeats is still to be sent."""
         wanted = set(repeats)
         have = sum(row.repeat in wanted for row in self.rows)
-        return have < len(wanted) * self.cell.spec.prompts
+        return have < len(wanted) * self.cell.spec.prompts * self.cell.spec.copies
 
     def add_totals(self, grown: Mapping[str, int] | None) -> None:
         """Count a load's growth in; a load that is not known of leaves what is."""

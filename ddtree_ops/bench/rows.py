@@ -9,7 +9,7 @@ from ddtree_ops.bench.client import Answer
 from ddtree_ops.bench.dataset import Prompt
 from ddtree_ops.bench.loops import ends_in_loop
 from ddtree_ops.schemas.arms import Arm
-from ddtree_ops.schemas.results import CellSpec, RequestRow, RequestStatus, StageSeconds
+from ddtree_ops.schemas.results import CellSpec, ReplicaAt, RequestRow, RequestStatus, StageSeconds
 
 
 def build_request(
@@ -39,6 +39,7 @@ def make_row(
     order: int,
     position: int = 0,
     place: str | None = None,
+    replica: ReplicaAt | None = None,
 ) -> RequestRow:
     """The row of one request; a field that acceptance needs and the server left out fails the request."""
     meta = answer.meta_info
@@ -53,6 +54,7 @@ def make_row(
         order=order,
         position=position,
         place=place,
+        replica=replica,
         sent_at=answer.sent_at,
         status=RequestStatus.FAILED if error else RequestStatus.OK,
         error=error,

@@ -26,7 +26,7 @@ from ddtree_ops.services.base import Launcher, ServiceSpec
 from ddtree_ops.services.discover import external_services
 from ddtree_ops.services.external import ExternalLauncher
 from ddtree_ops.services.local import LocalLauncher
-from ddtree_ops.services.rotation import Mover, Rotation, short_place
+from ddtree_ops.services.rotation import Mover, Rotation, short_place, short_places
 
 #: Seconds per token of the shipped pair on one core of a laptop, for a first guess.
 LOCAL_SECONDS_PER_TOKEN = {
@@ -156,7 +156,13 @@ def describe(prepared: Prepared, results: Path) -> dict[str, Any]:
             "prompts": len(plan.dataset.prompts),
         },
         "services": [
-            {"name": service.name, "url": service.url, "argv": list(service.argv)}
+            {
+                "name": service.name,
+                "replica": service.number,
+                "place": service.at.place if service.at else None,
+                "url": service.url,
+                "argv": list(service.argv),
+            }
             for service in plan.services
         ],
         "cells": [
@@ -166,6 +172,7 @@ def describe(prepared: Prepared, results: Path) -> dict[str, Any]:
                 "concurrency": cell.spec.concurrency,
                 "temperature": cell.spec.temperature,
                 "requests": cell.requests,
+                "replicas": cell.spec.copies,
                 "service": cell.service.name,
                 "state": sealed[cell.key].state.value if cell.key in sealed else "planned",
             }
@@ -191,12 +198,14 @@ def show_plan(description: Mapping[str, Any], out: Output) -> None:
     ]
     out.table("Cells", ["cell", "C", "T", "requests", "state", "key"], rows)
     for service in description["services"]:
-        out.line(f"{service['name']}: {service['url'] or ' '.join(service['argv'])}")
+        where = f" at {short_place(service['place'])}" if service["place"] else ""
+        out.line(f"{service['name']}{where}: {service['url'] or ' '.join(service['argv'])}")
     if rotation := description["rotation"]:
         places = rotation["places"]
         moves = f"{rotation['moves']} moves, each about {rotation['move_seconds']:g} s"
         at = [
-            [n + 1, *(short_place(some[n]) for some in places.values())] for n in range(rotation["positions"])
+            [n + 1, *(short_places(some[n]) for some in places.values())]
+            for n in range(rotation["positions"])
         ]
         out.table(f"Positions: {moves}", ["position", *places], at)
     out.result(description, summary=f"{len(rows)} cells, {_about(description['eta_seconds'])}")
@@ -210,7 +219,7 @@ def _rotation(plan: Plan) -> dict[str, Any] | None:
     return {
         "positions": plan.rotation.positions,
         "moves": plan.rotation.positions - 1,
-        "places": {name: list(places) for name, places in plan.rotation.places.items() if name in used},
+        "places": {name: plan.rotation.places(name) for name in plan.rotation.seats if name in used},
         "move_seconds": plan.rotation.move_s,
     }
 

@@ -30,6 +30,8 @@ ddtree bench sweep --cluster cluster.yaml --concurrency 1,4 --repeats 3
 
 ddtree bench sweep --cluster cluster.yaml --rotate      every arm on every card
 
+ddtree bench sweep --arm ddtree --budget 31 --replicas 2      two processes of it, loaded together
+
 The first is a laptop's sweep: ar, dflash, shadow and ddtree on the shipped pair.
 Sealed cells are skipped: the same command goes on after Ctrl-C. More in docs/sweeps.md.
 """
@@ -98,6 +100,14 @@ def sweep(
         bool,
         typer.Option("--rotate", help="Restart its services in the next place between repeats."),
     ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            min=1,
+            help="Replicas of each service, loaded at the same time: of a cluster at most so many (all).",
+        ),
+    ] = None,
     results: common.Results = RESULTS,
     dry_run: common.DryRun = False,
     retry_failed: common.RetryFailed = False,
@@ -276,6 +286,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
         **{key: options[key] for key in plain},
         "cluster": options.get("cluster"),
         "rotate": options.get("rotate"),
+        "replicas": options.get("replicas"),
         "arms": common.split(options["arm"]),
         "budgets": common.integers("--budget", options["budget"], common.ALL_BUDGETS),
         "concurrencies": common.integers("--concurrency", options["concurrency"], "whole numbers, 1 to 256"),

@@ -91,7 +91,7 @@ class ContainerService:
         found = engine.find(self.place.container)
         if found is None:
             raise JobFailed(
-                f"service {self.spec.name}: there is no container {self.place.container} on {self._host}",
+                f"service {self.spec.label}: there is no container {self.place.container} on {self._host}",
                 remedy="'ddtree deploy up' makes it",
             )
         if not found.running:
@@ -168,7 +168,7 @@ class ContainerService:
 
     def _seen(self, found: Found | None) -> None:
         if self._noted:
-            self._note(f"{self.spec.name}: {self._host} answers again")
+            self._note(f"{self.spec.label}: {self._host} answers again")
         self._unknown_since, self._trouble, self._noted = None, None, False
         self._gone, self._found, self._looked_at = found is None, found or self._found, self._clock()
 
@@ -182,18 +182,22 @@ class ContainerService:
         self._slow()
         self._trouble = why
         if not self._noted:
-            self._note(f"{self.spec.name}: {why}; it counts as alive for {self._grace_s:.0f} s")
+            self._note(f"{self.spec.label}: {why}; it counts as alive for {self._grace_s:.0f} s")
         self._noted = True
 
 
 class ContainerLauncher:
     """Makes services of containers that stand at known places.
 
-    places  by the service's name in the sweep
+    places  by the service's name in the sweep and the number of its replica
     """
 
     def __init__(
-        self, places: Mapping[str, Place], *, grace_s: float = GRACE_S, note: Note = lambda text: None
+        self,
+        places: Mapping[tuple[str, int], Place],
+        *,
+        grace_s: float = GRACE_S,
+        note: Note = lambda text: None,
     ) -> None:
         self._places = dict(places)
         self._grace_s = grace_s
@@ -201,11 +205,10 @@ class ContainerLauncher:
 
     def create(self, spec: ServiceSpec) -> ContainerService:
         """Raises BadInput for a service without a container."""
-        place = self._places.get(spec.name)
+        place = self._places.get((spec.name, spec.number))
         if place is None:
-            raise BadInput.at(
-                file=None, key="services", found=spec.name, allowed=", ".join(sorted(self._places))
-            )
+            known = sorted({name for name, _ in self._places})
+            raise BadInput.at(file=None, key="services", found=spec.label, allowed=", ".join(known))
         return ContainerService(spec, place, grace_s=self._grace_s, note=self._note)
 
 

@@ -16,11 +16,14 @@ from ddtree_ops.deploy.up import Options, bring_up
 from ddtree_ops.errors import BadInput
 from ddtree_ops.output import Output
 from ddtree_ops.schemas.cluster import Cluster, EngineKind
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.schemas.sweep import Sweep
-from ddtree_ops.services.rotation import Rotation
+from ddtree_ops.services.rotation import Rotation, Seats
 
 #: A guess for `--dry-run`: a container stops, another starts, loads its weights and is proved ready.
 MOVE_S = {EngineKind.SGLANG: 180.0, EngineKind.REFERENCE: 20.0}
+
+NO_CONTAINER = "there is no container"
 
 Cards = Mapping[str, Sequence[Card]]
 Note = Callable[[str], None]
@@ -54,39 +57,49 @@ def count_places(cluster: Cluster, hosts: Sequence[str], cards: Cards) -> int:
     return next(every, max(most, 1))
 
 
-def places_of(
-    cluster: Cluster, measured: Mapping[str, Replica], cards: Cards, positions: int
-) -> dict[str, tuple[str, ...]]:
-    """By service: where its measured replica is at each position."""
-    found: dict[str, list[str]] = {name: [] for name in measured}
-    hosts = sorted({replica.host for replica in measured.values()})
+def plan_rotation(
+    cluster: Cluster, measured: Mapping[str, Sequence[Replica]], cards: Cards, positions: int
+) -> Rotation:
+    """Where the measured replicas of each service will be."""
+    seats: dict[str, list[Seats]] = {name: [] for name in measured}
+    hosts = sorted({replica.host for replicas in measured.values() for replica in replicas})
     for position in range(positions):
         there = {
             (one.service.name, one.host, one.index): one.gpus
             for one in lay_out(cluster, hosts, cards, turn=position)
         }
-        for name, replica in measured.items():
-            gpus = there[replica.service.name, replica.host, replica.index]
-            found[name].append(place_name(replica.host, gpus))
-    return {name: tuple(places) for name, places in found.items()}
+        for name, replicas in measured.items():
+            seats[name].append(
+                tuple(
+                    seat(one, there[name, one.host, one.index], cards.get(one.host, ()), number=number)
+                    for number, one in enumerate(replicas)
+                )
+            )
+    return Rotation({name: tuple(some) for name, some in seats.items()}, MOVE_S[cluster.engine])
 
 
-def place_name(host: str, gpus: Sequence[str]) -> str:
-    """`gpu-a/GPU-1234...`; the host alone for the CPU engine."""
-    return f"{host}/{'+'.join(gpus)}" if gpus else host
+def seat(replica: Replica, gpus: Sequence[str], cards: Sequence[Card], *, number: int) -> ReplicaAt:
+    """A replica on these GPUs of its host.
 
-
-def plan_rotation(
-    cluster: Cluster, measured: Mapping[str, Replica], cards: Cards, positions: int
-) -> Rotation:
-    """Where the measured replicas will be."""
-    return Rotation(places_of(cluster, measured, cards, positions), MOVE_S[cluster.engine])
+    cards   of the host, in the order of their indices; those that are not known have no index
+    number  of the replica among all of its service
+    """
+    index = {card.uuid: position for position, card in enumerate(cards)}
+    known = [index[gpu] for gpu in gpus if gpu in index]
+    bind = replica.service.bind
+    return ReplicaAt(
+        number=number,
+        host=replica.host,
+        endpoint=f"[{bind}]:{replica.port}" if ":" in bind else f"{bind}:{replica.port}",
+        gpus=list(gpus),
+        cards=known if len(known) == len(gpus) else [],
+    )
 
 
 class ClusterMover:
     """Moves the services of an open cluster, as `ddtree deploy up --rotate N --skip-provisioning` does.
 
-    measured  the replica of each service of the sweep
+    measured  the replicas of each service of the sweep
     images    the id of its image by service: a move must not bring another one
     """
 
@@ -94,7 +107,7 @@ class ClusterMover:
         self,
         session: ClusterSession,
         rotation: Rotation,
-        measured: Mapping[str, Replica],
+        measured: Mapping[str, Sequence[Replica]],
         images: Mapping[str, str],
     ) -> None:
         self._session = session
@@ -122,23 +135,32 @@ class ClusterMover:
             options = Options(provisioning=False, recreate=True, restore=False)
             report = bring_up(session, options, out)
         troubles: dict[str, str] = {}
-        for name, replica in self._measured.items():
-            label = f"{replica.host}/{replica.container(session.cluster.name)}"
-            why = report.unreachable.get(replica.host) or report.failed.get(replica.host)
-            why = why or report.failed.get(label) or self._elsewhere(name, position)
-            if why:
+        for name, replicas in self._measured.items():
+            for replica in replicas:
+                label = f"{replica.host}/{replica.container(session.cluster.name)}"
+                why = report.unreachable.get(replica.host) or report.failed.get(replica.host)
+                why = why or report.failed.get(label)
+                if why:
+                    troubles.setdefault(name, why)
+            if name not in troubles and (why := self._elsewhere(name, position)):
                 troubles[name] = why
         return troubles
 
     def _elsewhere(self, name: str, position: int) -> str | None:
-        """What is wrong with the service's place; null where it runs there."""
-        replica = self._measured[name]
+        """What is wrong with a place of the service; null where all replicas run in theirs."""
+        wanted = self._rotation.seats[name][position]
+        checks = (
+            self._replica_elsewhere(name, replica, at.place)
+            for replica, at in zip(self._measured[name], wanted, strict=True)
+        )
+        return next((why for why in checks if why is not None), None)
+
+    def _replica_elsewhere(self, name: str, replica: Replica, wanted: str) -> str | None:
         container = replica.container(self._session.cluster.name)
         found = self._session.engine(replica.host).find(container)
-        wanted = self._rotation.places[name][position]
         if found is None or not found.running:
-            return f"{replica.host}/{container}: {found.outcome if found else 'there is no container'}"
-        there = place_name(replica.host, found.gpus)
+            return f"{replica.host}/{container}: {found.outcome if found else NO_CONTAINER}"
+        there = ReplicaAt(host=replica.host, gpus=list(found.gpus)).place
         if there != wanted:
             return f"it is at {there}, planned was {wanted}"
         if found.image != self._images[name]:

@@ -1,13 +1,13 @@
 """The services of a cluster as services of a sweep: asked what they are, watched through their engines.
 
-Of a service with several replicas the first that runs is measured: a sweep compares arms, not load balancers.
+A service is measured by all its replicas, each asked directly: a sweep compares arms, not load balancers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,24 +19,29 @@ from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.service import ContainerLauncher, Place
 from ddtree_ops.deploy.layout import Replica
 from ddtree_ops.deploy.render import expected_arguments, expected_block
-from ddtree_ops.deploy.rotation import ClusterMover, plan_rotation, rotating
+from ddtree_ops.deploy.rotation import NO_CONTAINER, ClusterMover, plan_rotation, rotating, seat
 from ddtree_ops.deploy.session import ClusterSession, open_cluster
 from ddtree_ops.errors import BadEnvironment
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.cluster import EngineKind, Service
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.schemas.sweep import ArmChoice, ClusterEngine, ExternalService, Sweep
 from ddtree_ops.services.base import ServiceSpec
-from ddtree_ops.services.discover import describe_service, fetch_server_info
+from ddtree_ops.services.discover import describe_service, fetch_server_info, require_alike
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A service, the replica of it that is measured, and that replica's container."""
+    """A replica that is measured, its container, and where it is.
+
+    number  counts over all replicas of its service, those of other hosts included
+    """
 
     replica: Replica
     found: Found
+    at: ReplicaAt
 
 
 def attach(sweep: Sweep, engine: ClusterEngine, *, note: Note) -> Attached:
@@ -51,25 +56,28 @@ def attach(sweep: Sweep, engine: ClusterEngine, *, note: Note) -> Attached:
         arms = {choice.arm for choice in sweep.arms}
         if engine.rotate:
             session.turn_to(session.lock.turn)  # refused where cluster.yaml forbids to move services
-        serving = [_serving(session, service) for service in session.cluster.services if service.arm in arms]
-        specs = [_spec(session, one, rotates=engine.rotate) for one in serving]
+        serving = {
+            service.name: _serving(session, service, engine.replicas)
+            for service in session.cluster.services
+            if service.arm in arms
+        }
+        specs = [spec for some in serving.values() for spec in _specs(session, some, rotates=engine.rotate)]
         places = {
-            spec.name: Place(
-                session.links[one.replica.host],
-                one.found.name,
-                one.replica.port,
-                one.replica.service.bind,
+            (name, one.at.number): Place(
+                session.links[one.replica.host], one.found.name, one.replica.port, one.replica.service.bind
             )
-            for spec, one in zip(specs, serving, strict=True)
+            for name, some in serving.items()
+            for one in some
         }
         launcher = ContainerLauncher(places, note=note)
         rotation = mover = None
         if engine.rotate:
             cards = session.known_cards()
-            measured = {spec.name: one.replica for spec, one in zip(specs, serving, strict=True)}
-            sweep = rotating(sweep, session.cluster, measured.values(), cards, note=note)
+            measured = {name: [one.replica for one in some] for name, some in serving.items()}
+            every = [replica for some in measured.values() for replica in some]
+            sweep = rotating(sweep, session.cluster, every, cards, note=note)
             rotation = plan_rotation(session.cluster, measured, cards, sweep.repeats)
-            images = {spec.name: one.found.image for spec, one in zip(specs, serving, strict=True)}
+            images = {name: some[0].found.image for name, some in serving.items()}
             mover = ClusterMover(session, rotation, measured, images)
         close = stack.pop_all().close
         return Attached(sweep, specs, launcher, _fingerprint(session), close, rotation, mover)
@@ -97,43 +105,65 @@ def _builder(service: Service) -> Builder | None:
     return (service.builder or Builder.BEST_FIRST) if service.arm.takes_budget else None
 
 
-def _serving(session: ClusterSession, service: Service) -> Serving:
-    """The service's first replica whose container runs."""
-    troubles = []
+def _serving(session: ClusterSession, service: Service, most: int | None) -> list[Serving]:
+    """The service's replicas with their containers, or the first `most` of them.
+
+    Raises BadEnvironment where one does not run: fewer replicas would be another service.
+    """
+    found: list[Serving] = []
+    troubles: list[str] = []
+    cards = session.cards()
     for host in session.inventory.names:
         if service.hosts is not None and host not in service.hosts:
             continue
-        if host in session.unreachable:
-            troubles.append(f"{host} does not answer: {session.unreachable[host]}")
-            continue
         for index, port in enumerate(service.ports):
+            if most is not None and len(found) + len(troubles) == most:
+                break
+            if host in session.unreachable:
+                troubles.append(f"{host} does not answer: {session.unreachable[host]}")
+                break
             replica = Replica(service, host, index, port)
             name = replica.container(session.cluster.name)
-            found = session.engine(host).find(name)
-            if found is not None and found.running:
-                return Serving(replica, found)
-            troubles.append(f"{host}/{name}: {found.outcome if found else 'there is no container'}")
-    raise BadEnvironment(
-        f"service {service.name} does not run: {'; '.join(troubles)}", remedy="`ddtree deploy up` starts it"
-    )
+            container = session.engine(host).find(name)
+            if container is None or not container.running:
+                troubles.append(f"{host}/{name}: {container.outcome if container else NO_CONTAINER}")
+                continue
+            at = seat(replica, container.gpus, cards.get(host, ()), number=len(found))
+            found.append(Serving(replica, container, at))
+    if troubles or not found:
+        whole = "" if not found else " as a whole"
+        raise BadEnvironment(
+            f"service {service.name} does not run{whole}: {'; '.join(troubles) or 'it has no host'}",
+            remedy="`ddtree deploy up` starts it; `replicas` or `limit` in `engine` leave replicas out",
+        )
+    return found
 
 
-def _spec(session: ClusterSession, one: Serving, *, rotates: bool) -> ServiceSpec:
+def _specs(session: ClusterSession, replicas: Sequence[Serving], *, rotates: bool) -> list[ServiceSpec]:
+    """A service's replicas as a sweep sees them. Raises BadInput where they are not alike."""
+    # Another card is another cell, since cards differ; a rotation keys a cell by all the cards that it has,
+    # and several replicas by the cards of them all.
+    alone = len(replicas) == 1 and not rotates
+    specs = [_spec(session, one, alone=alone) for one in replicas]
+    require_alike(specs)
+    return specs
+
+
+def _spec(session: ClusterSession, one: Serving, *, alone: bool) -> ServiceSpec:
     service, cluster = one.replica.service, session.cluster
     url = session.url(one.replica)
     fixed = service.budget if cluster.engine is EngineKind.SGLANG else None
     entry = ExternalService(arm=service.arm, budget=fixed, url=HttpUrl(url))
     spec = describe_service(entry, fetch_server_info(url, headers=session.headers))
-    # Another card is another cell, since cards differ; a rotation keys a cell by all the cards that it has.
-    place = () if rotates else (f"host={one.replica.host}", f"gpus={','.join(one.found.gpus)}")
-    argv = (*spec.identity.argv, *place)
+    place = (f"host={one.replica.host}", f"gpus={','.join(one.found.gpus)}") if alone else ()
     return replace(
         spec,
         name=service.name,
-        identity=replace(spec.identity, argv=argv, image_digest=one.found.image),
+        identity=replace(spec.identity, argv=(*spec.identity.argv, *place), image_digest=one.found.image),
         expected=expected_block(cluster, service),
         arguments=expected_arguments(cluster, service),
         headers=session.headers,
+        at=one.at,
     )
 
 

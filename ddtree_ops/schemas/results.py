@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ddtree_ops.schemas.arms import Arm, Builder
 
 RESULTS_SCHEMA = 1
+#: Parts of a cell's spec that cells of older stores lack.
+LATER_KEYS = ("rotation", "replicas")
 
 
 class Record(BaseModel):
@@ -36,6 +38,21 @@ class StoreHeader(Record):
     schema_version: Literal[1] = 1
     created: str = Field(description="UTC, ISO 8601")
     ddtree_version: str
+
+
+class ReplicaAt(Record):
+    """One replica of a service, and where it runs."""
+
+    number: int = Field(0, description="counts over the service's replicas")
+    host: str
+    endpoint: str | None = Field(None, description="address and port that it listens on, on its host")
+    gpus: list[str] = Field([], description="UUIDs, in the order of ranks; empty where they are not known")
+    cards: list[int] = Field([], description="the same GPUs by their index on the host")
+
+    @property
+    def place(self) -> str:
+        """`gpu-a/GPU-1234...`, `gpu-a/GPU-1...+GPU-2...`; the host alone where no GPU is known."""
+        return f"{self.host}/{'+'.join(self.gpus)}" if self.gpus else self.host
 
 
 class CellRotation(Record):
@@ -70,14 +87,25 @@ class CellSpec(Record):
     image_digest: str | None = None
     host_fingerprint: str
     rotation: CellRotation | None = Field(None, description="null: one start of the service, in one place")
+    replicas: list[str] | None = Field(
+        None,
+        description="where each replica is (with a rotation, its host alone), each measured at the cell's "
+        "concurrency at the same time; null: one replica",
+    )
 
     @property
     def positions(self) -> int:
         return self.rotation.positions if self.rotation else 1
 
+    @property
+    def copies(self) -> int:
+        """Replicas that are measured: each answers every prompt in every repeat."""
+        return len(self.replicas) if self.replicas else 1
+
     def key(self) -> str:
-        """sha256 (hex) of canonical JSON; without a rotation, that of specs from before there was one."""
-        data = self.model_dump(mode="json", exclude={"rotation"} if self.rotation is None else None)
+        """sha256 (hex) of canonical JSON, less the null ones of LATER_KEYS: older cells keep their keys."""
+        absent = {name for name in LATER_KEYS if getattr(self, name) is None}
+        data = self.model_dump(mode="json", exclude=absent or None)
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -108,6 +136,9 @@ class RequestRow(Record):
         0, description="which start of the service answered; more than one by rotation only"
     )
     place: str | None = Field(None, description="where the service ran: its host and GPUs; rotation only")
+    replica: ReplicaAt | None = Field(
+        None, description="which replica answered, and where; null for one process of our own"
+    )
     sent_at: float = Field(description="Unix time")
     status: RequestStatus
     error: str | None = None
@@ -136,6 +167,11 @@ class RequestRow(Record):
     shadow_histogram: list[int] = []
     loop: bool = False
     empty: bool = False
+
+    @property
+    def number(self) -> int:
+        """Which of the service's replicas answered."""
+        return self.replica.number if self.replica else 0
 
     @property
     def tokens_per_second(self) -> float | None:

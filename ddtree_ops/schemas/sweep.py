@@ -41,6 +41,7 @@ class LocalEngine(StrictModel):
     builder: Builder = Builder.BEST_FIRST
     calibration: Path | None = Field(None, description="needed by the calibrated builder")
     threads: int = Field(1, ge=1, le=256, description="torch threads for each service")
+    replicas: int = Field(1, ge=1, le=64, description="processes for each service, loaded at the same time")
     allow_hybrid_unsafe: bool = Field(False, description="needed by the arm 'unsafe', whose output is wrong")
     command: list[str] | None = Field(
         None,
@@ -50,7 +51,10 @@ class LocalEngine(StrictModel):
 
 
 class ExternalService(StrictModel):
-    """A service that already runs. ``budget`` is null where the arm takes none or the request sets it."""
+    """A server that already runs. ``budget`` is null where the arm takes none or the request sets it.
+
+    Several servers of one arm and budget are replicas of one service.
+    """
 
     arm: Arm
     budget: int | None = None
@@ -70,6 +74,9 @@ class ClusterEngine(StrictModel):
     kind: Literal["cluster"]
     file: Path = Field(description="the cluster.yaml")
     limit: list[str] = Field([], description="only these hosts")
+    replicas: int | None = Field(
+        None, ge=1, description="at most so many replicas of each service, the first ones; default: all"
+    )
     rotate: bool = Field(
         False,
         description="services move on to the next place between repeats, each time freshly started; "

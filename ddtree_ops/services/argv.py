@@ -7,17 +7,19 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ddtree_ops.errors import BadInput
 from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.schemas.sweep import ArmChoice, LocalEngine, Sweep
 from ddtree_ops.services.base import Identity, ServiceSpec
 from ddtree_ops.services.checkpoints import checkpoint_sha256, find_checkpoint, pair_path
 
 ENGINE_MODULE = "ddtree_engine.reference"
+LOCALHOST = "localhost"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -52,13 +54,18 @@ def find_models(engine: LocalEngine) -> Models:
 
 
 def local_services(sweep: Sweep, models: Models, version: str) -> list[ServiceSpec]:
-    """One process for each arm and builder; budgets go with each request.
+    """One process, or as many as there are replicas, for each arm and builder; budgets go with each request.
 
     version  the engine's version, for the cells' keys
     Raises BadInput when the calibration file cannot be read.
     """
     assert isinstance(sweep.engine, LocalEngine)
-    return [_local_service(sweep, sweep.engine, choice, models, version) for choice in sweep.arms]
+    engine = sweep.engine
+    services = [_local_service(sweep, engine, choice, models, version) for choice in sweep.arms]
+    if engine.replicas == 1:
+        return services
+    seats = [ReplicaAt(number=number, host=LOCALHOST) for number in range(engine.replicas)]
+    return [replace(service, at=seat) for service in services for seat in seats]
 
 
 def choice_builder(engine: LocalEngine, choice: ArmChoice) -> Builder | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.schemas.results import ReplicaAt
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One service of a sweep.
+    """One replica of a service of a sweep; replicas of a service have its name.
 
+    at        which replica it is, and where; null for the one process of a service that has no place
     budget    the budget that it serves, or null where the arm takes none or each request carries its own
     argv      the whole command line but for host, port and log file; empty for a service that runs already
     expected  what `/server_info` must say in its `ddtree` block
@@ -48,6 +50,17 @@ class ServiceSpec:
     url: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    at: ReplicaAt | None = None
+
+    @property
+    def number(self) -> int:
+        """Which of its service's replicas it is."""
+        return self.at.number if self.at else 0
+
+    @property
+    def label(self) -> str:
+        """The service's name, with the replica's number from the second one on."""
+        return f"{self.name}-{self.number}" if self.number else self.name
 
 
 class Service(Protocol):

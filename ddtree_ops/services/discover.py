@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import tenacity
@@ -14,12 +16,15 @@ import tenacity
 from ddtree_ops.errors import BadEnvironment, BadInput
 from ddtree_ops.redact import allowed_server_info
 from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.schemas.sweep import ExternalEngine, ExternalService
 from ddtree_ops.services.argv import service_name
 from ddtree_ops.services.base import Identity, ServiceSpec
 
 TRIES = 3
 TIMEOUT_S = 5.0
+#: An argument that follows from how much memory was free on the card.
+MEASURED = "max_total_num_tokens="
 #: SGLang's own name of the algorithm behind an arm, for servers without a `ddtree` block.
 ALGORITHMS = {None: Arm.AR, "": Arm.AR, "DFLASH": Arm.DFLASH}
 
@@ -30,13 +35,46 @@ def external_services(engine: ExternalEngine) -> list[ServiceSpec]:
     Raises BadEnvironment for a server that cannot be reached, BadInput for one that is not what the sweep
     says.
     """
-    found: dict[str, ServiceSpec] = {}
+    found: dict[str, list[ServiceSpec]] = {}
     for entry in engine.services:
         spec = describe_service(entry, fetch_server_info(str(entry.url)))
-        if spec.name in found:
-            raise BadInput(f"engine.services: {found[spec.name].url} and {spec.url} both serve {spec.name}")
-        found[spec.name] = spec
-    return list(found.values())
+        found.setdefault(spec.name, []).append(spec)
+    return [one for replicas in found.values() for one in _numbered(replicas)]
+
+
+def _numbered(replicas: Sequence[ServiceSpec]) -> list[ServiceSpec]:
+    """Servers of one service as its replicas. Raises BadInput for two that are not the same."""
+    require_alike(replicas)
+    addresses = [urlsplit(spec.url or "") for spec in replicas]
+    if len({address.netloc for address in addresses}) < len(replicas):
+        name, urls = replicas[0].name, ", ".join(str(spec.url) for spec in replicas)
+        raise BadInput(f"engine.services: a server of {name} is named twice: {urls}")
+    return [
+        replace(spec, at=ReplicaAt(number=number, host=address.hostname or "", endpoint=address.netloc))
+        for number, (spec, address) in enumerate(zip(replicas, addresses, strict=True))
+    ]
+
+
+def require_alike(replicas: Sequence[ServiceSpec]) -> None:
+    """Raise BadInput where replicas of one service are not the same but for their place."""
+    first = replicas[0]
+    for other in replicas[1:]:
+        for field in fields(Identity):
+            ours, theirs = getattr(first.identity, field.name), getattr(other.identity, field.name)
+            if isinstance(ours, tuple):
+                ours, theirs = _chosen(ours, theirs), _chosen(theirs, ours)
+            if ours == theirs:
+                continue
+            raise BadInput(
+                f"{first.url} and {other.url} both serve {first.name}, but are no replicas: "
+                f"{field.name} is {ours} and {theirs}",
+                remedy="start both alike, or leave one of them out",
+            )
+
+
+def _chosen(words: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Arguments that only one of two servers has, less those that a server finds out at its start."""
+    return sorted(word for word in words if word not in others and not word.startswith(MEASURED))
 
 
 def fetch_server_info(

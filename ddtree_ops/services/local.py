@@ -83,7 +83,7 @@ class LocalService:
                 )
             except OSError as error:
                 raise BadEnvironment(
-                    f"service {self.spec.name}: cannot run {argv[0]}: {error.strerror}"
+                    f"service {self.spec.label}: cannot run {argv[0]}: {error.strerror}"
                 ) from error
 
     def alive(self) -> bool:
@@ -121,14 +121,14 @@ class LocalService:
 
 
 class LocalLauncher:
-    """Starts services with their logs as `FOLDER/<service>.log`."""
+    """Starts services with their logs as `FOLDER/<service>.log`, further replicas' as `<service>-<N>.log`."""
 
     def __init__(self, log_folder: Path, *, grace_s: float = STOP_GRACE_S) -> None:
         self._log_folder = log_folder
         self._grace_s = grace_s
 
     def create(self, spec: ServiceSpec) -> LocalService:
-        return LocalService(spec, self._log_folder / f"{spec.name}.log", grace_s=self._grace_s)
+        return LocalService(spec, self._log_folder / f"{spec.label}.log", grace_s=self._grace_s)
 
 
 _handed_out: set[int] = set()

@@ -53,7 +53,7 @@ async def wait_ready(
     golden  the prompt part of a `/generate` request: `{"text": ...}` or `{"input_ids": ...}`
     Raises ServiceDied, NotReady.
     """
-    name = service.spec.name
+    name = service.spec.label
     options: dict[str, Any] = {
         "timeout": PROBE_TIMEOUT_S,
         "trust_env": False,
@@ -74,7 +74,7 @@ def require_alive(service: Service) -> None:
     """Raise ServiceDied, with the exit code and the end of the log, when the process is gone."""
     if service.alive():
         return
-    raise ServiceDied(f"service {service.spec.name} {_death(service)}{_log(service)}")
+    raise ServiceDied(f"service {service.spec.label} {_death(service)}{_log(service)}")
 
 
 async def require_alive_after_failure(service: Service) -> None:
@@ -106,7 +106,7 @@ def check_arguments(service: Service, info: Mapping[str, Any]) -> None:
     """Raise NotReady unless the server runs as asked and measures for real."""
     wrong = not_as_asked(service.spec, info)
     if wrong:
-        raise NotReady(f"service {service.spec.name} at {service.url}: {wrong}")
+        raise NotReady(f"service {service.spec.label} at {service.url}: {wrong}")
 
 
 def not_as_asked(spec: ServiceSpec, info: Mapping[str, Any]) -> str | None:
@@ -169,7 +169,7 @@ async def _until_ready(
         require_alive(service)
         if clock() - noted >= NOTE_EVERY_S:
             noted = clock()
-            note(f"{service.spec.name}: still waiting after {noted - started:.0f} s: {seen}")
+            note(f"{service.spec.label}: still waiting after {noted - started:.0f} s: {seen}")
         try:
             answer = await http.get("/ready")
         except httpx.HTTPError as error:
@@ -188,7 +188,7 @@ async def _until_ready(
         await waiting(tick)
     except tenacity.RetryError:
         raise NotReady(
-            f"service {service.spec.name} was not ready after {timeout_s:g} s: {seen}{_log(service)}",
+            f"service {service.spec.label} was not ready after {timeout_s:g} s: {seen}{_log(service)}",
             remedy="give it longer with start_timeout_s, or read its log",
         ) from None
 
@@ -199,9 +199,9 @@ async def _server_info(service: Service, http: httpx.AsyncClient) -> Mapping[str
         info = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         await require_alive_after_failure(service)
-        raise NotReady(f"service {service.spec.name}: /server_info: {error}") from error
+        raise NotReady(f"service {service.spec.label}: /server_info: {error}") from error
     if not isinstance(info, Mapping):
-        raise NotReady(f"service {service.spec.name}: /server_info is no JSON object")
+        raise NotReady(f"service {service.spec.label}: /server_info is no JSON object")
     return info
 
 
@@ -220,11 +220,13 @@ async def _check_golden(service: Service, http: httpx.AsyncClient, golden: Mappi
             outputs.append(answer.json()["output_ids"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             await require_alive_after_failure(service)
-            raise NotReady(f"service {service.spec.name}: golden prompt: {error!r}{_log(service)}") from error
+            raise NotReady(
+                f"service {service.spec.label}: golden prompt: {error!r}{_log(service)}"
+            ) from error
     if not outputs[0]:
-        raise NotReady(f"service {service.spec.name}: golden prompt: an empty answer")
+        raise NotReady(f"service {service.spec.label}: golden prompt: an empty answer")
     if outputs[0] != outputs[1]:
         raise NotReady(
-            f"service {service.spec.name}: golden prompt: greedy answers differ: {outputs[0]}, {outputs[1]}",
+            f"service {service.spec.label}: golden prompt: greedy answers differ: {outputs[0]}, {outputs[1]}",
             remedy="turn off what makes the server nondeterministic (kernel autotuning, dynamic batching)",
         )

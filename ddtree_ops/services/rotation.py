@@ -11,27 +11,40 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddtree_ops.output import Output
-from ddtree_ops.schemas.results import CellRotation
+from ddtree_ops.schemas.results import CellRotation, ReplicaAt
+
+#: The replicas of a service at one position.
+Seats = tuple[ReplicaAt, ...]
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Where the services of a sweep will be.
 
-    places  by service: its place at each position
+    seats   by service: its replicas at each position
     move_s  what a move is expected to take, in seconds
     """
 
-    places: Mapping[str, tuple[str, ...]]
+    seats: Mapping[str, tuple[Seats, ...]]
     move_s: float
 
     @property
     def positions(self) -> int:
-        return len(next(iter(self.places.values())))
+        return len(next(iter(self.seats.values())))
 
     def of(self, service: str) -> CellRotation:
         """What a cell of the service is keyed by."""
-        return CellRotation(positions=self.positions, places=sorted(set(self.places[service])))
+        places = {seat.place for seats in self.seats[service] for seat in seats}
+        return CellRotation(positions=self.positions, places=sorted(places))
+
+    def places(self, service: str) -> list[str]:
+        """For people: where the service is at each position."""
+        return [", ".join(seat.place for seat in seats) for seats in self.seats[service]]
+
+
+def short_places(places: str) -> str:
+    """Several places in short, separated by commas."""
+    return ", ".join(short_place(place) for place in places.split(", "))
 
 
 def short_place(place: str) -> str:

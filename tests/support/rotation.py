@@ -16,6 +16,7 @@ from ddtree_ops.bench.runner import SweepOutcome, run_sweep
 from ddtree_ops.bench.store import Store
 from ddtree_ops.bench.sweep import prepare
 from ddtree_ops.output import Output, OutputMode
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.services.base import Launcher
 from ddtree_ops.services.local import LocalLauncher, LocalService
 from ddtree_ops.services.rotation import Rotation
@@ -71,13 +72,14 @@ def rotating_plan(file: Path, cards: Sequence[str] = ("card-0", "card-1", "card-
     sweep = load_sweep(file, {})
     with prepare(sweep) as prepared:
         plan, host = prepared.plan, prepared.environment.host_fingerprint
-    places = {
+    seats = {
         service.name: tuple(
-            f"{HOST}/{cards[(number + repeat) % len(cards)]}" for repeat in range(sweep.repeats)
+            (ReplicaAt(host=HOST, gpus=[cards[(number + repeat) % len(cards)]]),)
+            for repeat in range(sweep.repeats)
         )
         for number, service in enumerate(plan.services)
     }
-    rotation = Rotation(places, move_s=5.0)
+    rotation = Rotation(seats, move_s=5.0)
     return make_plan(sweep, plan.dataset, plan.services, host_fingerprint=host, rotation=rotation)
 
 

@@ -152,7 +152,7 @@ def test_a_killed_connection_is_mended_by_the_next_look(place: Place, remote: Re
 
 
 def test_a_service_without_a_container_is_named(place: Place, link: HostLink, tmp_path: Path) -> None:
-    launcher = ContainerLauncher({"dflash": place})
+    launcher = ContainerLauncher({("dflash", 0): place})
     assert launcher.create(spec()).place is place
     with pytest.raises(BadInput, match=r"'ddtree'.*allowed: dflash"):
         launcher.create(spec("ddtree"))

@@ -51,6 +51,26 @@ def test_the_deployed_services_are_the_sweep(lab: Lab, tmp_path: Path) -> None:
     assert "host=here" in record["spec"]["argv"]
 
 
+def test_all_replicas_of_a_service_are_measured_and_a_missing_one_is_told(lab: Lab, tmp_path: Path) -> None:
+    tree = lab.service("tree")
+    tree["replicas"] = 2
+    lab.up()
+    results = tmp_path / "results"
+    code, done = sweep(lab, results)
+    assert code == 0, done
+    figures = {cell["name"]: cell for cell in done["cells"]}
+    endpoints = [one["endpoint"] for one in figures["ddtree 31"]["replicas"]]
+    assert endpoints == [f"127.0.0.1:{tree['port'] + number}" for number in range(2)]
+    assert [one["requests"] for one in figures["ddtree 31"]["replicas"]] == [len(PROMPTS)] * 2
+    assert [one["host"] for one in figures["ar"]["replicas"]] == ["here"]
+    lab.engine.stop("lab-tree-1", 0)
+    code, error = sweep(lab, tmp_path / "again")
+    assert (code, "service tree does not run as a whole: here/lab-tree-1" in error["message"]) == (3, True)
+    code, done = sweep(lab, tmp_path / "again", "--replicas", "1")
+    assert code == 0, done
+    assert {len(cell["replicas"]) for cell in done["cells"]} == {1}
+
+
 def test_a_container_killed_in_mid_sweep_spoils_its_cell_and_up_and_resume_complete_it(
     lab: Lab, tmp_path: Path
 ) -> None:

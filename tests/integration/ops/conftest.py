@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from ddtree_ops.bench.store import Store
 from ddtree_ops.cli.app import run
 from ddtree_ops.schemas.results import CellRecord
+from ddtree_ops.services.local import free_port
+from tests.support.ops import STUB, write_checkpoint
 
 
 class Sweeper:
@@ -68,3 +72,33 @@ def wait_for() -> Callable[..., None]:
             time.sleep(0.05)
 
     return wait
+
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Serve]:
+    """Start stub servers by hand; returns their addresses."""
+    running: list[subprocess.Popen[bytes]] = []
+    model, drafter = write_checkpoint(tmp_path / "t"), write_checkpoint(tmp_path / "d", b"draft")
+
+    def start(arm: str, *options: str) -> str:
+        port = free_port()
+        argv = [*STUB, "--arm", arm, "--port", str(port), "--model", str(model), "--drafter", str(drafter)]
+        running.append(subprocess.Popen([*argv, *options], stdout=subprocess.DEVNULL))
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: answers(url), f"{arm} to answer")
+        return url
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
 import yaml
 
 from ddtree_ops.schemas.results import CellState
 from ddtree_ops.services.local import free_port
-from tests.integration.ops.conftest import Sweeper
-from tests.support.ops import STUB, write_checkpoint, write_prompts
-
-Serve = Callable[..., str]
-
-
-@pytest.fixture
-def serve(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Serve]:
-    """Start stub servers by hand; returns their addresses."""
-    running: list[subprocess.Popen[bytes]] = []
-    model, drafter = write_checkpoint(tmp_path / "t"), write_checkpoint(tmp_path / "d", b"draft")
-
-    def start(arm: str, *options: str) -> str:
-        port = free_port()
-        argv = [*STUB, "--arm", arm, "--port", str(port), "--model", str(model), "--drafter", str(drafter)]
-        running.append(subprocess.Popen([*argv, *options], stdout=subprocess.DEVNULL))
-        url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: _answers(url), f"{arm} to answer")
-        return url
-
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
+from tests.integration.ops.conftest import Serve, Sweeper, answers
+from tests.support.ops import write_prompts
 
 
 def write_sweep(folder: Path, services: list[dict[str, Any]], **changes: Any) -> Path:
@@ -69,8 +36,8 @@ def test_running_servers_are_measured_and_left_running(
     assert sweeper(path) == 0, sweeper.events[-1]
     assert {cell.state for cell in sweeper.cells().values()} == {CellState.COMPLETE}
     assert len(sweeper.cells()) == 3
-    assert _answers(ar)
-    assert _answers(tree)
+    assert answers(ar)
+    assert answers(tree)
     assert sweeper(path) == 0
     assert len(sweeper.events[-1]["reused"]) == 3
 
@@ -89,10 +56,18 @@ def test_an_unreachable_server_exits_3(tmp_path: Path, sweeper: Sweeper) -> None
     assert f"{url}/server_info cannot be reached" in sweeper.error()
 
 
-def test_two_servers_for_one_arm_are_refused(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
-    urls = [serve("ar"), serve("ar")]
-    assert sweeper(write_sweep(tmp_path, [{"arm": "ar", "url": url} for url in urls])) == 2
-    assert "both serve ar" in sweeper.error()
+def test_two_servers_of_one_arm_that_differ_are_no_replicas(
+    tmp_path: Path, sweeper: Sweeper, serve: Serve
+) -> None:
+    urls = [serve("ddtree"), serve("ddtree", "--topk", "8")]
+    assert sweeper(write_sweep(tmp_path, [{"arm": "ddtree", "url": url} for url in urls])) == 2
+    assert "both serve ddtree-best-first, but are no replicas: topk is 16 and 8" in sweeper.error()
+
+
+def test_one_server_is_not_two_replicas(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:
+    url = serve("ar")
+    assert sweeper(write_sweep(tmp_path, [{"arm": "ar", "url": url}, {"arm": "ar", "url": f"{url}/"}])) == 2
+    assert "a server of ar is named twice" in sweeper.error()
 
 
 def test_a_server_of_another_arm_exits_2(tmp_path: Path, sweeper: Sweeper, serve: Serve) -> None:

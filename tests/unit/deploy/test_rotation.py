@@ -13,19 +13,18 @@ import yaml
 from ddtree_ops.bench.aa import aa_sweep
 from ddtree_ops.cli import app
 from ddtree_ops.containers.found import Found
-from ddtree_ops.deploy.layout import lay_out
+from ddtree_ops.deploy.layout import Replica, lay_out
 from ddtree_ops.deploy.lockfile import LockFile, write_lock
 from ddtree_ops.deploy.rotation import (
     ClusterMover,
     count_places,
-    place_name,
-    places_of,
     plan_rotation,
     rotating,
 )
 from ddtree_ops.deploy.session import open_cluster
 from ddtree_ops.errors import BadInput
 from ddtree_ops.schemas.cluster import Cluster
+from ddtree_ops.schemas.results import ReplicaAt
 from ddtree_ops.schemas.sweep import ClusterEngine, Sweep
 from tests.unit.deploy.clusters import cards, cluster, rehearsal
 
@@ -36,29 +35,52 @@ SINGLE = [
 ]
 
 
-def measured(made: Any, there: dict[str, Any]) -> dict[str, Any]:
-    return {one.service.name: one for one in lay_out(made, ["a"], there) if one.index == 0}
+def measured(made: Any, there: dict[str, Any]) -> dict[str, list[Replica]]:
+    found: dict[str, list[Replica]] = {}
+    for one in lay_out(made, ["a"], there):
+        found.setdefault(one.service.name, []).append(one)
+    return found
+
+
+def places_of(made: Any, there: dict[str, Any], positions: int) -> dict[str, list[str]]:
+    rotation = plan_rotation(made, measured(made, there), there, positions)
+    return {name: rotation.places(name) for name in rotation.seats}
 
 
 def test_over_all_positions_every_arm_is_on_every_card_and_never_two_on_one() -> None:
     made, there = cluster(SINGLE), {"a": cards(4)}
     positions = count_places(made, ["a"], there)
     assert positions == 4
-    places = places_of(made, measured(made, there), there, positions)
+    places = places_of(made, there, positions)
     every = {f"a/GPU-a{number}" for number in range(4)}
     assert all(set(found) == every for found in places.values())
     for position in range(positions):
         assert len({found[position] for found in places.values()}) == len(SINGLE)
-    assert places["linear"][:2] == ("a/GPU-a0", "a/GPU-a1")
+    assert places["linear"][:2] == ["a/GPU-a0", "a/GPU-a1"]
 
 
 def test_a_service_with_cards_of_its_own_stays_and_the_others_go_around_it() -> None:
     services = [{**SINGLE[0], "gpus": [1]}, *SINGLE[1:]]
     made, there = cluster(services), {"a": cards(4)}
     assert count_places(made, ["a"], there) == 3
-    places = places_of(made, measured(made, there), there, 3)
+    places = places_of(made, there, 3)
     assert set(places["linear"]) == {"a/GPU-a1"}
     assert set(places["tree"]) == {"a/GPU-a0", "a/GPU-a2", "a/GPU-a3"}
+
+
+def test_all_replicas_of_a_service_go_around_and_each_says_which_card_it_has() -> None:
+    made, there = cluster([{**SINGLE[0], "replicas": 2}, SINGLE[1]]), {"a": cards(4)}
+    rotation = plan_rotation(made, measured(made, there), there, 4)
+    seats = rotation.seats["linear"]
+    assert [[at.cards for at in position] for position in seats] == [
+        [[0], [1]],
+        [[1], [2]],
+        [[2], [3]],
+        [[3], [0]],
+    ]
+    assert [(at.number, at.endpoint) for at in seats[1]] == [(0, "127.0.0.1:30001"), (1, "127.0.0.1:30002")]
+    assert rotation.places("linear")[3] == "a/GPU-a3, a/GPU-a0"
+    assert rotation.of("linear").places == [f"a/GPU-a{number}" for number in range(4)]
 
 
 def test_the_host_with_most_cards_sets_the_number_of_places() -> None:
@@ -68,8 +90,8 @@ def test_the_host_with_most_cards_sets_the_number_of_places() -> None:
 def test_the_cpu_engine_has_one_place_on_a_host() -> None:
     made = rehearsal(SINGLE)
     assert count_places(made, ["a"], {}) == 1
-    assert places_of(made, measured(made, {}), {}, 2)["tree"] == ("a", "a")
-    assert place_name("a", ("GPU-1", "GPU-2")) == "a/GPU-1+GPU-2"
+    assert places_of(made, {}, 2)["tree"] == ["a", "a"]
+    assert ReplicaAt(host="a", gpus=["GPU-1", "GPU-2"]).place == "a/GPU-1+GPU-2"
 
 
 def write(folder: Path, **keys: Any) -> Path:
@@ -90,7 +112,7 @@ def write(folder: Path, **keys: Any) -> Path:
 def turned(made: Cluster, there: dict[str, Any], **keys: Any) -> tuple[int, list[str]]:
     notes: list[str] = []
     sweep = Sweep.model_validate({"engine": {"kind": "cluster", "file": "x", "rotate": True}, **keys})
-    found = rotating(sweep, made, measured(made, there).values(), there, note=notes.append)
+    found = rotating(sweep, made, measured(made, there)["tree"], there, note=notes.append)
     return found.repeats, notes
 
 
@@ -139,8 +161,8 @@ def test_a_service_stands_at_a_position_only_on_its_card_with_its_image(
     tmp_path: Path, change: dict[str, Any] | None, there: bool
 ) -> None:
     made, on = cluster(SINGLE), {"a": cards(4)}
-    replica = measured(made, on)["tree"]
-    rotation = plan_rotation(made, {"tree": replica}, on, 4)
+    replicas = measured(made, on)["tree"]
+    rotation = plan_rotation(made, {"tree": replicas}, on, 4)
     keys: dict[str, Any] = {"image": "sha256:ours", "state": "running", "gpus": ("GPU-a1",), "turn": 3}
     keys |= change or {}
     turn = keys.pop("turn")
@@ -149,7 +171,7 @@ def test_a_service_stands_at_a_position_only_on_its_card_with_its_image(
         session.cluster = made
         session.links = {"a": Containers(None if change is None else found)}  # type: ignore[dict-item]
         write_lock(session.file, LockFile(turn=turn))
-        mover = ClusterMover(session, rotation, {"tree": replica}, {"tree": "sha256:ours"})
+        mover = ClusterMover(session, rotation, {"tree": replicas}, {"tree": "sha256:ours"})
         assert mover.stands_at(3) is there
         session.links = {}
 

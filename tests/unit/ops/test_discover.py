@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import HttpUrl
 
 from ddtree_ops.errors import BadInput
-from ddtree_ops.schemas.arms import Builder
-from ddtree_ops.schemas.sweep import ExternalEngine
+from ddtree_ops.schemas.arms import Arm, Builder
+from ddtree_ops.schemas.sweep import ExternalEngine, ExternalService
 from ddtree_ops.services import discover
 from ddtree_ops.services.base import ServiceSpec
 
@@ -67,3 +68,16 @@ def test_the_budget_is_the_cell_s_and_not_the_service_s(monkeypatch: pytest.Monk
     one = described(monkeypatch, {**SGLANG, **free}, arm="ddtree")
     other = described(monkeypatch, {**SGLANG, "ddtree": {**free["ddtree"], "budget": 63}}, arm="ddtree")
     assert one.identity == other.identity
+
+
+def replicas(*more: dict[str, Any]) -> list[ServiceSpec]:
+    entry = ExternalService(arm=Arm.DFLASH, url=HttpUrl("http://h:1"))
+    return [discover.describe_service(entry, {**SGLANG, **info}) for info in more]
+
+
+def test_replicas_may_differ_in_how_much_memory_was_free_and_in_nothing_else() -> None:
+    discover.require_alike(replicas({"max_total_num_tokens": 1000}, {"max_total_num_tokens": 990}))
+    with pytest.raises(BadInput, match=r"no replicas: argv is \['tp_size=1'\] and \['tp_size=2'\]"):
+        discover.require_alike(replicas({}, {"tp_size": 2}))
+    with pytest.raises(BadInput, match=r"no replicas: engine_version is 0\.5\.23 and 0\.5\.24"):
+        discover.require_alike(replicas({}, {"version": "0.5.24"}))

@@ -60,6 +60,7 @@ def test_two_builders_of_one_arm_have_services_and_names_of_their_own() -> None:
         {"ignore_eos": False},
         {"engine": {"kind": "local", "dtype": "bfloat16"}},
         {"engine": {"kind": "local", "threads": 2}},
+        {"engine": {"kind": "local", "replicas": 2}},
         {"engine": {"kind": "local", "command": ["other"]}},
     ],
 )
@@ -149,3 +150,16 @@ def test_every_arm_goes_first_equally_often() -> None:
     assert rotated([], 3) == []
     assert list(prompt_rounds(2, range(2))) == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert list(prompt_rounds(2, range(1, 2))) == [(2, 1, 0), (3, 1, 1)]
+
+
+def test_replicas_share_a_cell_take_no_longer_and_send_more() -> None:
+    alone, both = plan(BASE), plan({**BASE, "engine": {"kind": "local", "replicas": 2}})
+    assert [cell.name for cell in both.cells] == [cell.name for cell in alone.cells]
+    assert [(one.name, one.number, one.label) for one in both.services[:2]] == [
+        ("ar", 0, "ar"),
+        ("ar", 1, "ar-1"),
+    ]
+    assert [cell.requests for cell in both.cells] == [2 * cell.requests for cell in alone.cells]
+    speeds = dict.fromkeys(Arm, 0.01)
+    assert eta_seconds(both, {}, speeds) == eta_seconds(alone, {}, speeds)
+    assert alone.cells[0].spec.replicas is None

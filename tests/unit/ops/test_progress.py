@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from ddtree_ops.bench.dataset import Dataset, Prompt
 from ddtree_ops.bench.plan import Plan, PlannedCell, make_plan
 from ddtree_ops.bench.progress import Progress, stays
 from ddtree_ops.schemas.arms import Arm, Builder
-from ddtree_ops.schemas.results import CellState, Gate, GateStatus, RequestRow, RequestStatus
+from ddtree_ops.schemas.results import CellState, Gate, GateStatus, ReplicaAt, RequestRow, RequestStatus
 from ddtree_ops.schemas.sweep import Sweep
 from ddtree_ops.services.base import Identity, ServiceSpec
 from ddtree_ops.services.rotation import Rotation
@@ -25,8 +26,11 @@ def plan(*, rotates: bool = True) -> Plan:
     identity = Identity("sglang", "1", "m", None, "bfloat16", 16, Builder.BEST_FIRST, ())
     services = [ServiceSpec(arm.value, arm, None, identity, url="http://h:1") for arm in (Arm.AR, Arm.DDTREE)]
     sweep = Sweep.model_validate({"arms": ["ar", "ddtree"], "budgets": [7], "repeats": POSITIONS})
-    places = {"ar": ("a", "b", "c"), "ddtree": ("b", "c", "a")}
-    rotation = Rotation(places, move_s=10) if rotates else None
+    seats = {
+        name: tuple((ReplicaAt(host=host),) for host in hosts)
+        for name, hosts in {"ar": "abc", "ddtree": "bca"}.items()
+    }
+    rotation = Rotation(seats, move_s=10) if rotates else None
     return make_plan(sweep, dataset, services, host_fingerprint="h", rotation=rotation)
 
 
@@ -98,3 +102,21 @@ def test_totals_of_several_starts_add_up_and_one_that_is_not_known_takes_none_aw
     for grown in ({"requests": 3}, None, {"requests": 4}):
         progress.add_totals(grown)
     assert progress.totals == {"requests": 7}
+
+
+def test_each_replica_has_to_answer_each_prompt() -> None:
+    """An interrupted cell goes on with what one of two replicas has not answered yet."""
+    (cell,) = [one for one in plan(rotates=False).cells if one.spec.arm is Arm.AR]
+    cell = replace(cell, spec=cell.spec.model_copy(update={"replicas": ["a", "b"], "repeats": 1}))
+    both = [ReplicaAt(number=number, host="ab"[number]) for number in (0, 1)]
+    answered = [
+        request_row(0, replica=both[0]),
+        request_row(1, replica=both[0]),
+        request_row(0, replica=both[1]),
+    ]
+    progress = Progress(cell, answered)
+    assert cell.requests == 2 * PROMPTS
+    assert [progress.done(0, 1, number) for number in progress.replicas] == [True, False]
+    assert progress.lacks(range(1))
+    progress.rows.append(request_row(1, replica=both[1]))
+    assert not progress.lacks(range(1))
