@@ -155,6 +155,7 @@ def _interval(interval: Mapping[str, Any] | None) -> str:
 def _parity(parity: Mapping[str, Any]) -> str:
     if parity["identical"] is None:
         return "-"
-    total = parity["identical"] + parity["near_tie"] + parity["different"]
+    total = sum(parity[kind] for kind in ("identical", "near_tie", "different", "unknown"))
     ties = f" + {parity['near_tie']} near-ties" if parity["near_tie"] else ""
-    return f"{parity['identical']}{ties} of {total}"
+    unknown = f", {parity['unknown']} unknown" if parity["unknown"] else ""
+    return f"{parity['identical']}{ties} of {total}{unknown}"

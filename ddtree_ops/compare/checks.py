@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ddtree_ops.compare.load import Results
-from ddtree_ops.compare.measures import Measures, holds, outputs_by_request
+from ddtree_ops.compare.measures import Measures, outputs_by_request
+from ddtree_ops.compare.parity import shown
 from ddtree_ops.compare.verdicts import Metric, baseline_for, paired_ratio
 from ddtree_ops.schemas.arms import Arm, Builder
 from ddtree_ops.schemas.results import GateStatus
@@ -66,10 +67,11 @@ def _same_output(shadow: Measures, measures: Sequence[Measures]) -> bool | None:
 
 
 def _equals_ar(item: Measures) -> bool | None:
+    """None as well where prompts are unknown and none is different: what was not compared proves nothing."""
     parity = item.parity(Arm.AR)
     if parity is None or item.cell.spec.temperature > 0:
         return None
-    return holds(parity)
+    return shown(parity)
 
 
 def _near_ties(measures: Sequence[Measures]) -> int | None:

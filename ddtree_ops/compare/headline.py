@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddtree_ops.compare.analysis import Analysis
@@ -110,5 +111,16 @@ def _nothing(analysis: Analysis) -> str:
     arms = {item.cell.arm for item in analysis.measures}
     if Arm.DDTREE not in arms or Arm.DFLASH not in arms:
         return "This run does not compare ddtree with dflash: both arms are needed for that."
-    reasons = {verdict.reason for verdict in _of_trees(analysis)}
-    return f"No verdict on ddtree against dflash: {'; '.join(sorted(reasons))}."
+    return f"No verdict on ddtree against dflash: {'; '.join(_reasons(_of_trees(analysis)))}."
+
+
+def _reasons(verdicts: Sequence[Verdict]) -> list[str]:
+    """Each reason once, with the cells that it is true of in front."""
+    cells: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        label = verdict.cell.label
+        own = verdict.reason.startswith(f"{label}: ")
+        named = cells.setdefault(verdict.reason.removeprefix(f"{label}: "), [])
+        if own and label not in named:
+            named.append(label)
+    return [f"{', '.join(named)}: {reason}" if named else reason for reason, named in cells.items()]

@@ -147,15 +147,6 @@ def differences(cell: Cell, reference: Cell) -> dict[str, int | None]:
     return {prompt: first_difference(ours[prompt], theirs[prompt]) for prompt in ours if prompt in theirs}
 
 
-def parity_total(parity: Parity) -> int:
-    return parity.identical + parity.near_tie + parity.different + parity.unknown
-
-
-def holds(parity: Parity) -> bool:
-    """Every prompt is identical or differs first at a near-tie."""
-    return parity.different == 0 and parity.unknown == 0 and parity_total(parity) > 0
-
-
 def _total(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

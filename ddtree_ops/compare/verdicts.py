@@ -15,7 +15,8 @@ import pandas as pd
 
 from ddtree_ops.compare.frames import by_prompt, paired_sums
 from ddtree_ops.compare.load import Cell, Load
-from ddtree_ops.compare.measures import Measures, column, holds, lacks
+from ddtree_ops.compare.measures import Measures, column, lacks
+from ddtree_ops.compare.parity import shortfall
 from ddtree_ops.compare.statistics import MIN_PROMPTS, Bootstrap, Direction, Interval, direction, split_halves
 from ddtree_ops.schemas.arms import Arm
 
@@ -242,9 +243,8 @@ def _obstacle(candidate: Measures, baseline: Measures) -> str | None:
             return f"{name} differs: {ours} against {theirs}"
     for item in (candidate, baseline):
         parity = item.parity(Arm.AR) or item.parity(Arm.DFLASH)
-        if item.cell.spec.temperature == 0 and parity is not None and not holds(parity):
-            wrong = parity.different + parity.unknown
-            return f"{item.cell.label}: output differs from {parity.reference.value} on {wrong} prompts"
+        if item.cell.spec.temperature == 0 and parity is not None and (short := shortfall(parity)):
+            return f"{item.cell.label}: {short}"
     return None
 
 

@@ -17,7 +17,8 @@ from ddtree_ops.compare.floor import Floor
 from ddtree_ops.compare.frames import by_position
 from ddtree_ops.compare.headline import CPU_NOTE, headline
 from ddtree_ops.compare.load import Load
-from ddtree_ops.compare.measures import STAGES, Measures, Quantiles, parity_total
+from ddtree_ops.compare.measures import STAGES, Measures, Quantiles
+from ddtree_ops.compare.parity import prompts_of
 from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
@@ -212,7 +213,7 @@ def _quality_table(here: Sequence[Measures]) -> Table:
         parity, chain = item.parity(Arm.AR), item.parity(Arm.DFLASH)
         counts: tuple[str, ...] = (DASH,) * 4
         if parity is not None:
-            whole = parity_total(parity)
+            whole = prompts_of(parity)
             counts = (
                 _out_of(parity.identical, whole),
                 *map(str, (parity.near_tie, parity.different, parity.unknown)),
@@ -221,7 +222,7 @@ def _quality_table(here: Sequence[Measures]) -> Table:
             (
                 item.cell.label,
                 *counts,
-                _out_of(chain.identical, parity_total(chain)) if chain is not None else DASH,
+                _out_of(chain.identical, prompts_of(chain)) if chain is not None else DASH,
                 str(item.loops),
                 str(item.empty),
                 str(item.unstable),

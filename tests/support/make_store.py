@@ -68,6 +68,8 @@ class StorePlan:
     unsealed: Sequence[CellName] = ()
     near_ties: Mapping[CellName, int] = field(default_factory=dict)
     different: Mapping[CellName, int] = field(default_factory=dict)
+    #: Prompts, the last ones, that the reference was never asked.
+    unasked: Mapping[CellName, int] = field(default_factory=dict)
     idle_kernels: Sequence[CellName] = ()
     below_spine: Sequence[CellName] = ()
     #: Starts of every service, one for each repeat; each is faster or slower by `start_noise` as a whole.
@@ -285,7 +287,8 @@ def _first_difference(plan: StorePlan, name: CellName, prompt: int) -> int:
 def _parity(plan: StorePlan, spec: CellSpec, reference: Arm) -> Parity:
     name: CellName = (spec.arm.value, spec.budget)
     findings = []
-    for prompt in range(plan.prompts):
+    compared = plan.prompts - plan.unasked.get(name, 0)
+    for prompt in range(compared):
         ours, theirs = _output(plan, name, prompt), truth(plan, prompt)
         if ours == theirs:
             continue
@@ -305,9 +308,10 @@ def _parity(plan: StorePlan, spec: CellSpec, reference: Arm) -> Parity:
     near_ties = sum(item.parity is ParityClass.NEAR_TIE for item in findings)
     return Parity(
         reference=reference,
-        identical=plan.prompts - len(findings),
+        identical=compared - len(findings),
         near_tie=near_ties,
         different=len(findings) - near_ties,
+        unknown=plan.prompts - compared,
         findings=findings,
     )
 

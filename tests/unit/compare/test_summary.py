@@ -101,6 +101,33 @@ def test_a_wrong_tree_output_fails_its_check_and_is_in_the_headline(tmp_path: Pa
     assert "ddtree_equals_ar" in summary["headline"]
 
 
+def test_prompts_that_ar_was_not_asked_leave_the_claims_open(tmp_path: Path) -> None:
+    """Neither equal nor different: no check is true, none fails, and the headline says why none is won."""
+    unasked = dict.fromkeys([("dflash", None), ("ddtree", 15), ("ddtree", 31)], 6)
+    plan = {"arms": ("ar", "dflash", "ddtree"), "budgets": (15, 31)}
+    summary = build_summary(make_store(tmp_path / "s", **plan, unasked=unasked))
+    assert summary["checks"]["ddtree_equals_ar"] is None
+    assert summary["checks"]["dflash_equals_ar"] is None
+    assert cell(summary, "ddtree", 31)["parity"]["unknown"] == 6
+    assert summary["headline"] == (
+        "No verdict on ddtree against dflash: ddtree 15, ddtree 31: "
+        "not compared with ar on 6 of 10 prompts (ar was not asked)."
+    )
+
+
+def test_one_wrong_prompt_fails_the_claim_however_few_were_compared(tmp_path: Path) -> None:
+    arms, wrong = ("ar", "dflash", "ddtree"), ("ddtree", 31)
+    path = make_store(tmp_path / "s", arms=arms, budgets=(31,), unasked={wrong: 6}, different={wrong: 1})
+    summary = build_summary(path)
+    assert summary["checks"]["ddtree_equals_ar"] is False
+    assert "output differs from ar on 1 of 10 prompts; not compared with ar on 6 of 10" in summary["headline"]
+
+
+def test_leaking_output_that_nobody_compared_is_not_called_caught(tmp_path: Path) -> None:
+    plan = {"arms": ("ar", "dflash", "ddtree", "unsafe"), "budgets": (31,), "unasked": {("unsafe", 31): 10}}
+    assert build_summary(make_store(tmp_path / "s", **plan))["checks"]["unsafe_fails_parity"] is None
+
+
 def test_a_shadow_output_that_differs_from_dflash_fails_its_check(tmp_path: Path) -> None:
     summary = build_summary(make_store(tmp_path / "s", near_ties={("shadow", 7): 1}))
     assert summary["checks"]["shadow_equals_dflash"] is False

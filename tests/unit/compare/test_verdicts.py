@@ -113,7 +113,18 @@ def test_wrong_output_bars_a_verdict_however_fast_it_came(tmp_path: Path) -> Non
     path = make_store(tmp_path / "s", arms=("ar", "dflash", "ddtree"), different={("ddtree", 31): 2})
     verdict = find(analyse(path), "ddtree 31", "dflash", Metric.TOKENS_PER_SECOND)
     assert verdict.answer is Answer.NO_VERDICT
-    assert "differs from ar on 2 prompts" in verdict.reason
+    assert verdict.reason == "ddtree 31: output differs from ar on 2 of 10 prompts"
+
+
+def test_prompts_that_ar_was_not_asked_bar_a_verdict_and_are_not_called_different(tmp_path: Path) -> None:
+    arms = ("dflash", "ddtree")
+    unasked = {("dflash", None): 6, ("ddtree", 31): 6}
+    analysis = analyse(make_store(tmp_path / "s", arms=("ar", *arms), unasked=unasked, budgets=(31,)))
+    verdict = find(analysis, "ddtree 31", "dflash", Metric.TOKENS_PER_SECOND)
+    assert verdict.answer is Answer.NO_VERDICT
+    assert verdict.ratio is None
+    assert verdict.reason == "ddtree 31: not compared with ar on 6 of 10 prompts (ar was not asked)"
+    assert analysis.best == ()
 
 
 def test_near_ties_do_not_bar_a_verdict(mixed: Analysis) -> None:
