@@ -13,16 +13,18 @@ from ddtree_kernels.bench_timing import Place, relative_error, timed
 # block_v, num_warps, pieces and stages of a replay. With 64 floats of a state a thread, 16 warps fit on a
 # multiprocessor; with 32 more, with 128 fewer.
 REPLAYS = (
+    (32, 2, 4, 4),
     (32, 2, 8, 4),
     (16, 1, 8, 4),
+    (16, 1, 4, 4),
+    (16, 1, 4, 8),
     (64, 4, 8, 4),
     (128, 8, 8, 4),
     (32, 2, 8, 2),
     (32, 2, 8, 6),
-    (32, 2, 4, 4),
+    (32, 2, 2, 4),
     (32, 2, 16, 4),
-    (16, 2, 8, 4),
-    (64, 2, 8, 4),
+    (64, 4, 4, 4),
 )
 
 

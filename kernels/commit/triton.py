@@ -35,7 +35,7 @@ class CommitConfig:
 
     block_v: int = 32
     num_warps: int = 2
-    pieces: int = 8
+    pieces: int = 4
     stages: int = 4
     conv_warps: int = 1
 
