@@ -56,6 +56,8 @@ FP8_TARGET = (*FP8, "--speculative-draft-model-quantization", "unquant")
 FP8_CACHE = (*Arm.flags, "--kv-cache-dtype", "fp8_e4m3")
 # Widths of 12 and 320 columns, and a bundle's few kernels: SGLang's FP8 product in Triton takes all of them.
 TRITON_FP8 = (("USE_TRITON_W8A8_FP8_KERNEL", "1"),)
+# SGLang's norms and activations know 16 bits only; in torch they take any.
+PLAIN_OPS = (("SGLANG_FORCE_FUSED_OP_BACKEND", "torch"),)
 EAGER = (*Arm.flags, "--disable-cuda-graph")
 PAGES = (*CACHED, "--page-size", "16")
 GRAMMAR = ("--disable-radix-cache", "--grammar-backend", "xgrammar")
@@ -80,7 +82,9 @@ ARMS: dict[str, Arm] = {
     "tree32-spine": tree(32, "spine-first"),
     "tree64-spine": tree(64, "spine-first"),
     "tree32-log": tree(32, step_log="@steps"),
-    "tree32-log-float32": tree(32, step_log="@steps", flags=(*Arm.flags, "--dtype", "float32")),
+    "tree32-log-float32": replace(
+        tree(32, step_log="@steps", flags=(*Arm.flags, "--dtype", "float32")), environment=PLAIN_OPS
+    ),
     "tree32-fused-move": Arm(
         "DDTREE",
         32,
@@ -143,6 +147,8 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree16-cached": ["greedy", "cache", "info"],
         "tree32": ["greedy", "info"],
     },
+    # Plain decoding alone, to be asked about the ties of an earlier run (`--earlier`).
+    "referee": {"ar": []},
     # The same trees without graphs, and from the builder in torch.
     "paths": {
         "tree16": ["greedy", "info"],
