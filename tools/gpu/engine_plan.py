@@ -14,12 +14,12 @@ Stages are the gates of the engine (a..k), `smoke`, `paths`, `wy` (replayed stat
 decoding alone, to be asked about the ties of an `--earlier` run), `checkpoints` (the pair as the 27B's class,
 with pictures, a short window and long texts), `fp8`, `kv8` and `profile` (traces of a step at a 27B's cost,
 from a server that starts when all arms but those under load have ended). Every arm is started once and serves
-all workloads that the stages ask of it; arms under load start first, and the others are served
-meanwhile. Raw answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one JSON file per arm and workload; `judge-*.json` in it has the figures that need no statistics;
-`tools/gpu/engine_summary.py` makes the gates of them. An arm that fails stops nothing else; in `smoke` it is
-started again in simpler ways to see which part fails. What does not fit into `--minutes` is listed as left
-over, and the plan ends by itself. Where commands may take ten minutes only, start it detached
-(`tools/gpu/detached.py`).
+all workloads that the stages ask of it; arms under load start first, and the others are served meanwhile. Raw
+answers and logs go to `<out>/engine.tar.xz`, written anew after every arm, one JSON file per arm and
+workload; `judge-*.json` in it has the figures that need no statistics; `tools/gpu/engine_summary.py` makes
+the gates of them. An arm that fails stops nothing else; in `smoke` it is started again in simpler ways to see
+which part fails. What does not fit into `--minutes` is listed as left over, and the plan ends by itself.
+Where commands may take ten minutes only, start it detached (`tools/gpu/detached.py`).
 """
 
 from __future__ import annotations
