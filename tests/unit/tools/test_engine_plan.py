@@ -97,6 +97,34 @@ def test_arms_are_asked_side_by_side_once_the_first_is_ready(context, monkeypatc
     assert {f"{arm}.greedy.json" for arm in work} <= set(kept(context))
 
 
+@pytest.mark.parametrize(("parallel", "waits"), [(2, True), (3, False)])
+def test_only_where_not_all_may_be_up_at_once_others_wait_for_the_first(
+    context, monkeypatch, parallel, waits
+):
+    began = []
+    first_is_ready = threading.Event()
+    others = threading.Event()
+
+    class Slow(Server):
+        def wait(self, limit):
+            began.append(self.name)
+            if len(began) == 3:
+                others.set()
+            if self.name == "ar" and not waits:
+                assert others.wait(timeout=60)
+            if self.name == "ar":
+                first_is_ready.set()
+            else:
+                assert not waits or first_is_ready.is_set()
+            return super().wait(limit)
+
+    monkeypatch.setattr(runs, "Server", Slow)
+    context.options.parallel = parallel
+    work = {"ar": ["greedy"], "tree16": ["greedy"], "tree32": ["greedy"]}
+    assert runs.Run(context).all(work, [], diagnose=False) == []
+    assert began[0] == "ar" or not waits
+
+
 def test_others_are_served_and_the_breakdown_starts_while_one_is_under_load(context, monkeypatch):
     events = []
     started = threading.Event()

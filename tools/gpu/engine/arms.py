@@ -206,6 +206,16 @@ STAGES: dict[str, dict[str, list[str]]] = {
         "tree32-cached": ["greedy", "cache", "lengths", "batches", "info"],
         "tree32-cached-wy": ["greedy", "cache", "lengths", "batches", "load", "info"],
     },
+    # Gate d of replayed states.
+    "d-wy": {
+        "ar": ["greedy", "ties"],
+        "dflash": ["greedy"],
+        "chain-wy": ["greedy", "info"],
+        "tree16-wy": ["greedy", "padded", "info"],
+        "tree32-wy": ["greedy", "info"],
+        "tree64-wy": ["greedy", "info"],
+        "tree64-wy-check": ["info"],
+    },
     # Not in one group with the arm that it reads from: `tree64-auto` comes last.
     "widths": {
         "ar": ["greedy", "ties"],

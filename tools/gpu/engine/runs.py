@@ -46,15 +46,19 @@ class Run:
         try:
             first = [*[name for name in work if name not in lasting][:1], *lasting]
             jobs = {name: pool.submit(self._arm, name, work[name]) for name in first}
-            # The first servers fill the caches of compiled kernels that the others then find.
-            concurrent.futures.wait([pool.submit(self._first.wait)] if jobs else [])
+            # The first servers fill the caches of compiled kernels that others then find; where all may be
+            # up at once, waiting for that takes longer than compiling in each.
+            if len(work) > self.context.options.parallel:
+                self._first.wait()
             jobs |= {name: pool.submit(self._arm, name, work[name]) for name in work if name not in jobs}
             self._collect(jobs, [name for name in work if name not in lasting])
             if "profile" in extra:
                 profiled = self._guarded("profile", step_parts.start, self.context)
             self._collect(jobs, lasting)
             if diagnose:
-                self._guarded("diagnosis", diagnosis.diagnose, self.context, self.broken, self.port)
+                # In the plan's order, whichever broke first.
+                broken = {name: self.broken[name] for name in work if name in self.broken}
+                self._guarded("diagnosis", diagnosis.diagnose, self.context, broken, self.port)
             if self.references:
                 self._guarded("ties", self._ties)
             self._guarded("judgement", judge, self.context)
