@@ -65,6 +65,7 @@ def report(analysis: Analysis, out: Path, *, title: str | None = None) -> Report
 def render(analysis: Analysis, *, title: str | None = None) -> str:
     """The page alone, as HTML."""
     view = build_view(analysis, title)
+    origin = analysis.results.run.origin
     drawn = zip(analysis.results.loads(), view["loads"], strict=True)
     view |= {
         "pictures": {item.anchor: [_inlined(p) for p in pictures(analysis, load)] for load, item in drawn},
@@ -72,7 +73,7 @@ def render(analysis: Analysis, *, title: str | None = None) -> str:
         "tables": sorted(TABLES),
         "css": _css(),
         "version": __version__,
-        "commands": COMMANDS,
+        "commands": COMMANDS if origin is None else origin.commands,
     }
     return _environment().get_template("report.html.j2").render(view)
 

@@ -81,6 +81,7 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
             for floor in analysis.floors
         ],
         "checks": dict(analysis.checks),
+        "origin": run.origin.model_dump(mode="json") if run.origin else None,
         "environment": run.environment.model_dump(mode="json"),
     }
 

@@ -22,7 +22,7 @@ from ddtree_ops.compare.parity import prompts_of
 from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
-from ddtree_ops.schemas.results import CellSpec, Gate, GateStatus, ParityFinding
+from ddtree_ops.schemas.results import CellSpec, Environment, Gate, GateStatus, ParityFinding
 from ddtree_ops.services.rotation import short_place
 
 DASH = "–"
@@ -82,10 +82,10 @@ class LoadView:
     findings: Table | None
     shadow: Table | None
     stages: Table | None
-    latency: Table
+    latency: Table | None
     positions: Table | None
     unsafe: Table | None
-    gates: Table
+    gates: Table | None
 
 
 def build_view(analysis: Analysis, title: str | None) -> dict[str, Any]:
@@ -100,6 +100,7 @@ def build_view(analysis: Analysis, title: str | None) -> dict[str, Any]:
         "checks": _checks(analysis.checks),
         "troubles": _troubles(analysis),
         "environment": _environment(analysis),
+        "origin": run.origin,
         "sweep_yaml": yaml.safe_dump(run.sweep, sort_keys=False, allow_unicode=True),
         "services": _services(analysis),
         "seed": SEED,
@@ -246,9 +247,11 @@ def _quality_table(here: Sequence[Measures]) -> Table:
     return Table("Greedy parity by prompt, and quality counters", columns, tuple(rows))
 
 
-def _gates_table(here: Sequence[Measures]) -> Table:
+def _gates_table(here: Sequence[Measures]) -> Table | None:
     """A row for each gate: how many cells passed it, and where it failed, with the detail sealed."""
     ids = list(dict.fromkeys(gate.id for item in here for gate in item.cell.record.gates))
+    if not ids:
+        return None
     rows = []
     for gate_id in ids:
         found = [(item, gate) for item in here for gate in item.cell.record.gates if gate.id == gate_id]
@@ -319,7 +322,10 @@ def _stage_table(here: Sequence[Measures]) -> Table | None:
     return Table("Stages: mean milliseconds per target pass", ("arm", *STAGES, "sum"), rows)
 
 
-def _latency_table(here: Sequence[Measures]) -> Table:
+def _latency_table(here: Sequence[Measures]) -> Table | None:
+    found = [item.latency for item in here]
+    if not any(latency.ttft or latency.tpot or latency.itl for latency in found):
+        return None
     rows = []
     for item in here:
         latency = item.latency
@@ -407,7 +413,8 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("engine", f"{spec.engine} {spec.engine_version}, {spec.dtype}"),
     ]
     facts.append(("run", f"{run.run_id}, {_minute(run.started)}"))
-    facts.append(("took", f"{run.seconds:.0f} s" if run.seconds is not None else "not finished"))
+    if run.seconds is not None or run.ended is None:
+        facts.append(("took", f"{run.seconds:.0f} s" if run.seconds is not None else "not finished"))
     return facts
 
 
@@ -461,8 +468,8 @@ def _environment(analysis: Analysis) -> list[tuple[str, str]]:
     environment = run.environment
     described = [
         ("ddtree", environment.ddtree_version),
-        ("commit", environment.git_commit or "not a git checkout"),
-        ("processor", f"{environment.cpu}, {environment.cores} cores, {environment.memory_gib:.1f} GiB"),
+        ("commit", environment.git_commit or ("" if run.origin else "not a git checkout")),
+        ("processor", _processor(environment)),
         ("platform", environment.platform),
         ("Python", environment.python),
         (
@@ -472,10 +479,24 @@ def _environment(analysis: Analysis) -> list[tuple[str, str]]:
         ("host fingerprint", environment.host_fingerprint),
     ]
     described += [
-        (f"GPU {index}", ", ".join(f"{key} {value}" for key, value in gpu.items()))
+        (f"GPU {index}", ", ".join([str(gpu.get("name", "GPU")), *_but_name(gpu)]))
         for index, gpu in enumerate(environment.gpus)
     ]
-    return described + facts
+    return [(name, value) for name, value in described if value] + facts
+
+
+def _but_name(gpu: dict[str, Any]) -> list[str]:
+    return [f"{key} {value}" for key, value in gpu.items() if key != "name"]
+
+
+def _processor(environment: Environment) -> str:
+    """What is known of it; older stores hold an empty name and zeros for what is not."""
+    parts = [
+        environment.cpu or "",
+        f"{environment.cores} cores" if environment.cores else "",
+        f"{environment.memory_gib:.1f} GiB" if environment.memory_gib else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _services(analysis: Analysis) -> list[tuple[str, str, str]]:

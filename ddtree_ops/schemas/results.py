@@ -260,18 +260,26 @@ class CellRecord(Record):
 
 
 class Environment(Record):
-    """Where the run was made; secrets never get here."""
+    """Where the run was made; secrets never get here. What is not known is null, never empty or zero."""
 
     ddtree_version: str
     git_commit: str | None
     python: str
     platform: str
-    cpu: str
-    cores: int
-    memory_gib: float
+    cpu: str | None = None
+    cores: int | None = None
+    memory_gib: float | None = None
     gpus: list[dict[str, Any]] = []
     packages: dict[str, str] = {}
     host_fingerprint: str
+
+
+class Origin(Record):
+    """How a run was made that `ddtree bench sweep` did not make; the report of such a run shows it."""
+
+    how: str = Field(description="what was run, on what, in a sentence or two")
+    commands: list[str] = Field([], description="shell lines that make the run, its store and its report")
+    notes: list[str] = Field([], description="what has to be known before a figure is read, a sentence each")
 
 
 class RunRecord(Record):
@@ -288,3 +296,4 @@ class RunRecord(Record):
     cells: list[str] = Field(description="keys in plan order")
     reused: list[str] = Field([], description="keys that were sealed before this run")
     dataset: dict[str, Any] = Field({}, description="name, sha256, prompts")
+    origin: Origin | None = Field(None, description="null: a sweep of `sweep`'s file made the run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import html
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -115,6 +116,42 @@ def test_the_page_says_what_the_run_showed(text: str) -> None:
         "ddtree bench sweep",
     ):
         assert part in said
+
+
+def with_run(path: Path, **changes: object) -> str:
+    """The page of a store whose run record is changed."""
+    (file,) = path.glob("runs/*/run.json")
+    run = json.loads(file.read_text())
+    run["environment"] |= changes.pop("environment", {})
+    file.write_text(json.dumps(run | changes))
+    return words(render(analyse(path)))
+
+
+def test_a_run_that_no_sweep_made_says_how_it_was_made(tmp_path: Path) -> None:
+    origin = {
+        "how": "Two servers were asked in turns.",
+        "commands": ["python plan.py --out OUT"],
+        "notes": ["These are not the target's accept lengths."],
+    }
+    said = with_run(make_store(tmp_path / "s", arms=("ar", "dflash", "ddtree")), origin=origin)
+    assert "Two servers were asked in turns. python plan.py --out OUT" in said
+    assert said.index(origin["notes"][0]) < said.index("Checks")
+    assert "bench sweep" not in said
+    assert "sweep.yaml" not in said
+
+
+@pytest.mark.parametrize(
+    ("unknown", "shown"),
+    [
+        ({"cpu": None, "cores": None, "memory_gib": None}, None),
+        ({"cpu": "", "cores": 0, "memory_gib": 0.0}, None),
+        ({"cpu": None}, "processor 2 cores, 24.0 GiB"),
+        ({}, "processor Example CPU 2.4 GHz, 2 cores, 24.0 GiB"),
+    ],
+)
+def test_hardware_that_is_not_known_is_left_out(tmp_path: Path, unknown: dict, shown: str | None) -> None:
+    said = with_run(make_store(tmp_path / "s", arms=("ar", "dflash"), prompts=5), environment=unknown)
+    assert shown in said if shown else "processor" not in said
 
 
 def test_pictures_are_labelled_for_screen_readers(text: str) -> None:
