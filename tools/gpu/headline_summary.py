@@ -4,8 +4,9 @@
     .venv/bin/python tools/gpu/headline_summary.py results/h200-27b [RUN=ARCHIVE.tar.xz ...]
 
 Unpacks every archive's answers into `raw/RUN/`, compressed and without logs, and computes each figure from
-those files, so that anybody can: with no archive given, from `raw/` as it is. Of an arm that several runs
-have, the newest counts. A target that no run measured is null, with the reason.
+those files, so that anybody can: with no archive given, from `raw/` as it is. Of a section that several runs
+have, the newest counts. A target that no run measured is null, with the reason; `not_run` names every section
+of the plan that no run has.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import json
 import lzma
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.headline_figures import figures_of, interval
+from engine.headline_sections import SECTIONS, Section
 
 SCHEMA = 1
 LINEAR = ("dflash", "chain", "ar")
+# What steps are compared with: SGLang's own kernels.
+STOCK = "dflash"
 STEP_TARGETS = {"16": 1.02, "32": 1.05, "64": 1.08}
 UNMEASURED = {
-    "host-gap": ("share of a step", 0.05, "max", "no profile of a step was taken on the bed"),
-    "memory-n8-q64": ("GiB with the weights", 96, "max", "servers of this run held four requests"),
     "bed-over-dummy": (
         "step of the bed over one of random weights",
         1.01,
@@ -34,7 +37,7 @@ UNMEASURED = {
     ),
 }
 
-# Arm -> workload -> value; an arm's `run` is the folder that it comes from.
+# Arm -> workload -> value; an arm's `runs` are the folders that its workloads come from.
 Results = dict[str, dict[str, Any]]
 
 
@@ -82,11 +85,14 @@ def load(folder: Path) -> Results:
 
 
 def newest(folder: Path) -> Results:
-    """Of every arm the newest run's answers."""
-    runs = [(run.name, load(run)) for run in folder.iterdir()]
+    """Of every arm's workloads the newest run's answers."""
+    found = [(run.name, load(run)) for run in folder.iterdir()]
     merged: Results = {}
-    for name, run in sorted(runs, key=lambda pair: pair[1]["host"]["facts"]["time"]):
-        merged |= {arm: found | {"run": name} for arm, found in run.items()}
+    for name, run in sorted(found, key=lambda pair: pair[1]["host"]["facts"]["time"]):
+        for arm, workloads in run.items():
+            mine = merged.setdefault(arm, {"runs": {}})
+            mine["runs"] |= dict.fromkeys(workloads, name)
+            mine |= workloads
     return merged
 
 
@@ -97,8 +103,7 @@ def summary(folder: Path) -> dict[str, Any]:
     facts = results["host"]["facts"]
     linear = fastest_linear(figures)
     best = figures[linear]["in-flight-1"]["best"]
-    over_ar = interval(complete(results["ar"], best["budget"]), str(best["budget"]))
-    over_ar["budget"] = best["budget"]
+    over_ar = over_plain(results["ar"], figures["ar"]["in-flight-1"], best["budget"])
     return {
         "schema": SCHEMA,
         "hardware": facts["cards"],
@@ -109,31 +114,55 @@ def summary(folder: Path) -> dict[str, Any]:
             "ddtree_over_ar": over_ar,
         },
         "step_ratio": {
-            width: figures[linear]["step_ratio"][str(int(width) - 1)]["median"] for width in STEP_TARGETS
+            width: figures[STOCK]["step_ratio"][str(int(width) - 1)]["median"] for width in STEP_TARGETS
         },
         "auto_worst_ratio": min(found["ratio"] for found in autos(figures).values()),
-        "targets": targets(figures, linear, over_ar, {arm: found["run"] for arm, found in results.items()}),
+        "targets": targets(results, figures, linear, over_ar),
+        "not_run": [section.name for section in SECTIONS if not ran(results, section)],
         "figures": figures,
     }
 
 
+def ran(results: Results, section: Section) -> bool:
+    """Whether a run has answers of a section; differences are kept as plain decoding's."""
+    if section.kind != "differences":
+        return bool(results.get(section.beside, {}).get(section.workload))
+    ways = {row["way"] for row in results.get("ar", {}).get("differences", [])}
+    return bool(ways) if section.beside == "ar" else section.beside in ways
+
+
 def fastest_linear(figures: dict[str, Any]) -> str:
     """The linear arm that the trees gain least on, of those that were measured."""
-    measured = [name for name in LINEAR if "in-flight-1" in figures.get(name, {})]
+    measured = [
+        name for name in LINEAR if "31" in figures.get(name, {}).get("in-flight-1", {}).get("ratio", {})
+    ]
     return min(measured, key=lambda name: figures[name]["in-flight-1"]["ratio"]["31"]["ratio"])
 
 
 def autos(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Budget auto over the best fixed one by linear arm and requests at once, where both were measured."""
-    return {
-        f"{name}.{workload}": found["auto"]
-        for name, arm in figures.items()
-        for workload, found in arm.items()
-        if workload.startswith("in-flight-") and "auto" in found
-    }
+    """Budget auto over the best fixed arm by linear arm and requests at once, where both were measured.
+
+    The best fixed arm is a budget, or the linear one where that is faster than `auto`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in LINEAR:
+        for workload, section in figures.get(name, {}).items():
+            if workload.startswith("in-flight-") and "auto" in section:
+                linear = {"budget": name, **section["ratio"]["auto"]}
+                found[f"{name}.{workload}"] = min(section["auto"], linear, key=lambda one: one["ratio"])
+    return found
 
 
-def complete(results: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+def over_plain(results: dict[str, Any], figures: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The ratio over plain decoding at a budget, or at the best of those asked beside it."""
+    if str(budget) not in figures["ratio"]:
+        budget = max(
+            (way for way in figures["ratio"] if way.isdigit()), key=lambda way: figures["ratio"][way]["ratio"]
+        )
+    return interval(complete(results, budget), str(budget)) | {"budget": int(budget)}
+
+
+def complete(results: dict[str, Any], budget: int | str) -> list[dict[str, Any]]:
     """Groups of one in flight that both ways were asked."""
     groups: dict[int, dict[str, Any]] = {}
     for row in results["in-flight-1"]:
@@ -142,26 +171,25 @@ def complete(results: dict[str, Any], budget: int) -> list[dict[str, Any]]:
 
 
 def targets(
-    figures: dict[str, Any], linear: str, over_ar: dict[str, Any], runs: dict[str, str]
+    results: Results, figures: dict[str, Any], linear: str, over_ar: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Every target with what was found."""
 
     def raw(arm: str, workload: str) -> str:
-        return f"raw/{runs[arm]}/{arm}.{workload}.json.xz"
+        return f"raw/{results[arm]['runs'][workload]}/{arm}.{workload}.json.xz"
 
-    against = figures[linear]
-    steps, alone = against["step_ratio"], against["in-flight-1"]
-    best = alone["best"]
+    steps = figures[STOCK]["step_ratio"]
+    best = figures[linear]["in-flight-1"]["best"]
     where, auto = min(autos(figures).items(), key=lambda pair: pair[1]["ratio"])
     rows = [
         row(
-            f"step-q{width}-over-{linear}",
-            "step time, times the linear arm's: what accept length has to gain",
+            f"step-q{width}-over-{STOCK}",
+            "step time, times DFLASH's on SGLang's kernels: what accept length has to gain",
             steps[str(int(width) - 1)]["median"],
             target,
             "max",
             "rounds {lowest:.3f} to {highest:.3f}".format(**steps[str(int(width) - 1)]),
-            raw(linear, "steps"),
+            raw(STOCK, "steps"),
         )
         for width, target in STEP_TARGETS.items()
     ]
@@ -192,9 +220,11 @@ def targets(
             0.98,
             "min",
             f"the worst of {', '.join(autos(figures))}; best in hindsight {auto['budget']}, {ends(auto)}",
-            raw(*where.split(".")),
+            raw(*where.split(".", 1)),
         ),
         differences_row(figures["ar"]["differences"], raw("ar", "differences")),
+        gap_row(figures, raw),
+        memory_row(results, raw),
     ]
     rows += [
         row(name, what, None, target, direction, reason, None)
@@ -208,6 +238,34 @@ def ends(found: dict[str, Any]) -> str:
     if found["low"] is None:
         return "too few prompts for an interval"
     return f"[{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def gap_row(figures: dict[str, Any], raw: Callable[[str, str], str]) -> dict[str, Any]:
+    traces = {
+        way: found["host_gap_share"]
+        for way, found in figures.get(STOCK, {}).get("traces", {}).items()
+        if way.isdigit()
+    }
+    what = "share of a step in which the card waits for the host, at the budget where it is largest"
+    if not traces:
+        return row("host-gap", what, None, 0.05, "max", "no trace of a step was taken", None)
+    worst = max(traces, key=lambda way: traces[way])
+    detail = f"budget {worst} of {', '.join(traces)}, one request; under the profiler, which adds to it"
+    return row("host-gap", what, traces[worst], 0.05, "max", detail, raw(STOCK, "traces"))
+
+
+def memory_row(results: Results, raw: Callable[[str, str], str]) -> dict[str, Any]:
+    """The trees' server alone on the card, after it has served eight requests of 64 nodes."""
+    what = "GiB of the card with the weights"
+    served = [row for row in results.get("chain", {}).get("in-flight-8", []) if row["way"] == "63"]
+    rows = results["host"].get("memory", [])
+    alone = [row["used_mib"] for row in rows if row["when"] == "ddtree alone" and row["used_mib"]]
+    if not served or not alone:
+        reason = "no server had eight requests of 64 nodes in flight"
+        return row("memory-n8-q64", what, None, 96, "max", reason, None)
+    used = round(max(int(one[0]) for one in alone) / 1024, 1)
+    config = "its pools and graphs are those of 16 requests and 128 nodes"
+    return row("memory-n8-q64", what, used, 96, "max", config, raw("host", "memory"))
 
 
 def differences_row(found: dict[str, Any], raw: str) -> dict[str, Any]:

@@ -12,9 +12,10 @@ TOOLS = Path(__file__).parents[3] / "tools" / "gpu"
 sys.path.insert(0, str(TOOLS))
 
 import bed_plan  # noqa: E402 - the folder has to be found first
-import headline_plan  # noqa: E402
 from ddtree_engine.bed.folders import beds_of, write_folders  # noqa: E402
 from ddtree_engine.reference import pair_path  # noqa: E402
+from engine.headline_arms import SERVED, command, table, with_costs  # noqa: E402
+from engine.headline_pair import estimated_costs  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +50,27 @@ def test_the_three_servers_differ_in_nothing_but_their_weights(kind, name, folde
 COSTS = Path(__file__).parents[3] / "results" / "h200-27b" / "costs.json"
 
 
-@pytest.mark.parametrize("running", [4, 16])
-@pytest.mark.parametrize("name", ["ar", "dflash", "chain", "ddtree", "ddtree-auto"])
-def test_the_headlines_arms_resolve_to_what_they_say(name, running, folder, plugin, monkeypatch):
+@pytest.mark.parametrize("name", list(SERVED))
+def test_the_headlines_servers_resolve_to_what_they_say(name, folder, plugin, monkeypatch, tmp_path):
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.server_args import prepare_server_args
 
-    trees = name.startswith("ddtree")
-    costs = COSTS if name == "ddtree-auto" else None
-    arm = headline_plan.tree_arm(costs) if trees else headline_plan.LINEAR[name]
-    if arm.config is not None:
-        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(arm.config))
-    argv = headline_plan.launch_argv(folder, arm, 30300, headline_plan.server_options(running))
-    record = prepare_server_args(argv[3:])
+    served = SERVED[name]
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(table(estimated_costs(COSTS))))
+    config = with_costs(served.arm, costs).config
+    if config is not None:
+        monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(config))
+    record = prepare_server_args(command(folder, name, 30300)[3:])
     record.resolve_once()
     record.check_server_args()
     view = resolved_view(record)
-    assert (view.max_running_requests, view.max_mamba_cache_size) == (running, 2 * running)
+    running = served.running
+    assert (view.max_running_requests, view.max_mamba_cache_size) == (running, running + 2)
+    assert view.max_total_tokens >= 640 * running
+    assert view.disable_radix_cache
     assert not view.disable_overlap_schedule
-    algorithms = {"ar": None, "dflash": "DFLASH"}
-    assert view.speculative_algorithm == algorithms.get(name, "DDTREE")
-    if name != "ar":
-        assert view.speculative_num_draft_tokens == (64 if trees else 16)
+    assert view.speculative_algorithm == served.arm.algorithm
+    assert (view.quantization == "fp8") == ("fp8" in name)
+    if served.arm.algorithm is not None:
+        assert view.speculative_num_draft_tokens == (served.arm.width or 16)

@@ -65,7 +65,7 @@ def test_the_page_has_the_earlier_runs_numbers():
     alone = [found["in-flight-1"]["ratio"][budget]["ratio"] for budget in budgets]
     assert "{:.2f}, {:.2f}, {:.2f} and {:.2f} times".format(*alone) in text
     later = [row for row in raw["in-flight-4"] if row["group"]]
-    for four in headline_figures.throughput_figures(later, budgets)["ratio"].values():
+    for four in headline_figures.throughput_figures(later)["ratio"].values():
         assert "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**four) in text
 
 

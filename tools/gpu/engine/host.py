@@ -211,10 +211,10 @@ def host_facts(context: Context) -> dict[str, Any]:
     return facts
 
 
-def make_prompts(pair: Path, count: int) -> list[list[int]]:
-    """Token ids of the pair's prompts, cut to at most `LONGEST` and of different lengths."""
+def make_prompts(pair: Path, count: int, name: str = "prompts.jsonl") -> list[list[int]]:
+    """Token ids of one of the pair's files of prompts, cut to at most `LONGEST` and of different lengths."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
-    lines = (pair / "prompts.jsonl").read_text().splitlines()[:count]
+    lines = (pair / name).read_text().splitlines()[:count]
     return [tokenizer.encode(json.loads(line)["text"]).ids[:LONGEST] for line in lines]

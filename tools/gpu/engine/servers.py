@@ -24,6 +24,9 @@ TELLING = re.compile(
     r"|nvcc fatal|ptxas|Segmentation fault|Fatal Python error|ddtree plugin.*could not"
 )
 
+# A line that comes when weights and pools are there.
+CAPTURING = re.compile(r"Capture target \w+ CUDA graph begin")
+
 
 class Server:
     """One server process and the requests to it."""
@@ -67,6 +70,14 @@ class Server:
                 pass
             time.sleep(1)
         return False
+
+    def settle(self, limit: float) -> None:
+        """Until it has taken its weights and pools, and goes on to what needs little memory; or has ended."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if CAPTURING.search(self.log.read_text(errors="replace")):
+                return
+            time.sleep(0.5)
 
     @property
     def ended(self) -> bool:
