@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddtree_ops.compare.checks import Check, run_checks
 from ddtree_ops.compare.floor import Floor, above_floor, floors_of
+from ddtree_ops.compare.layouts import HostRate, layouts_of
 from ddtree_ops.compare.load import Results, load_results
 from ddtree_ops.compare.measures import Measures, measure
 from ddtree_ops.compare.verdicts import BestBudget, Verdict, best_budgets, judge_all
@@ -23,6 +24,7 @@ class Analysis:
     best: tuple[BestBudget, ...]
     checks: dict[str, Check]
     floors: tuple[Floor, ...] = ()
+    layouts: tuple[HostRate, ...] = ()
 
     @property
     def on_cpu_engine(self) -> bool:
@@ -38,7 +40,8 @@ def analyse(results: Path, run_id: str | None = None) -> Analysis:
     """
     loaded = load_results(results, run_id)
     measures = tuple(measure(cell, seed=SEED) for cell in loaded.cells)
-    floors = floors_of(loaded.path, [cell.spec for cell in loaded.cells], seed=SEED)
+    specs = [cell.spec for cell in loaded.cells]
+    floors = floors_of(loaded.path, specs, seed=SEED)
     return Analysis(
         results=loaded,
         measures=measures,
@@ -46,4 +49,5 @@ def analyse(results: Path, run_id: str | None = None) -> Analysis:
         best=tuple(above_floor(best, floors) for best in best_budgets(measures, seed=SEED)),
         checks=run_checks(loaded, measures, seed=SEED),
         floors=tuple(floors),
+        layouts=tuple(layouts_of(loaded.path, specs, seed=SEED)),
     )

@@ -144,7 +144,7 @@ def _request(cell: Cell, row: RequestRow) -> dict[str, Any]:
         "empty": row.empty,
         "position": row.position,
         "place": row.place,
-        "replica": row.replica.number if row.replica else None,
+        "replica": row.number,
         "host": row.replica.host if row.replica else None,
         "endpoint": row.replica.endpoint if row.replica else None,
         "cards": " ".join(map(str, row.replica.cards)) if row.replica else None,

@@ -131,18 +131,18 @@ def first_difference(output: Sequence[int], reference: Sequence[int]) -> int | N
     return None if len(output) == len(reference) else min(len(output), len(reference))
 
 
-def outputs_by_request(cell: Cell) -> dict[tuple[str, int], list[int]]:
-    """Output tokens by (prompt, repeat) of the successful requests."""
-    return {(row.prompt_id, row.repeat): row.output_ids for row in cell.ok_rows}
+def outputs_by_request(cell: Cell) -> dict[tuple[str, int, int], list[int]]:
+    """Output tokens by (prompt, repeat, number of the replica) of the successful requests."""
+    return {(row.prompt_id, row.repeat, row.number): row.output_ids for row in cell.ok_rows}
 
 
 def differences(cell: Cell, reference: Cell) -> dict[str, int | None]:
     """For each prompt that both answered: where the output of its first repeat leaves the reference's."""
     theirs: dict[str, list[int]] = {}
-    for (prompt, _), output in sorted(outputs_by_request(reference).items()):
+    for (prompt, *_), output in sorted(outputs_by_request(reference).items()):
         theirs.setdefault(prompt, output)
     ours: dict[str, list[int]] = {}
-    for (prompt, _), output in sorted(outputs_by_request(cell).items()):
+    for (prompt, *_), output in sorted(outputs_by_request(cell).items()):
         ours.setdefault(prompt, output)
     return {prompt: first_difference(ours[prompt], theirs[prompt]) for prompt in ours if prompt in theirs}
 

@@ -5,94 +5,32 @@ Drawing is deterministic: fixed sizes and SVG salt, no dates, no global state (p
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ddtree_ops.compare.analysis import Analysis
+from ddtree_ops.compare.drawing import (
+    WIDTH_IN,
+    Picture,
+    bars,
+    canvas,
+    describe,
+    legend,
+    room,
+    style,
+    suffix,
+)
 from ddtree_ops.compare.load import Cell, Load
 from ddtree_ops.compare.measures import STAGES, Measures, differences
 from ddtree_ops.compare.statistics import Interval
-from ddtree_ops.compare.svg import inline
-from ddtree_ops.compare.theme import BUDGET_MARKERS, BUILDER_MARKERS, LIGHT, MARKS, STAND_IN, Theme
+from ddtree_ops.compare.theme import BUDGET_MARKERS, BUILDER_MARKERS, MARKS, Theme
 from ddtree_ops.compare.verdicts import Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
-
-WIDTH_IN, HEIGHT_IN = 4.6, 3.3
-PNG_DPI = 200
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 8.5,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5.0,
-    "errorbar.capsize": 2.5,
-    "legend.frameon": False,
-    "legend.handlelength": 2.4,
-    "legend.columnspacing": 1.4,
-    "legend.handletextpad": 0.5,
-    "legend.borderaxespad": 0.0,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 0.0,
-}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure with the words that go with it; ``draw`` makes it in a theme's colours."""
-
-    name: str
-    title: str
-    caption: str
-    description: str
-    draw: Callable[[Theme], Figure]
-
-    def svg(self) -> str:
-        """An ``<svg>`` element for inlining, coloured by CSS variables."""
-        with mpl.rc_context({**STYLE, "svg.hashsalt": self.name}):
-            buffer = io.StringIO()
-            self.draw(STAND_IN).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        return inline(buffer.getvalue(), name=self.name, title=self.title, description=self.description)
-
-    def png(self) -> bytes:
-        """On white, with the title in the picture, as it may be seen without the page."""
-        with mpl.rc_context(STYLE):
-            figure = self.draw(LIGHT)
-            width, height = figure.get_size_inches()
-            figure.set_size_inches(width, height + 0.32)
-            figure.subplots_adjust(
-                top=(figure.subplotpars.top * height) / (height + 0.32),
-                bottom=(figure.subplotpars.bottom * height) / (height + 0.32),
-            )
-            for legend in figure.legends:
-                legend.set_bbox_to_anchor((0.02, (height - 0.05) / (height + 0.32)), figure.transFigure)
-            figure.text(
-                0.02,
-                1 - 0.1 / (height + 0.32),
-                self.title,
-                va="top",
-                weight="bold",
-                color=LIGHT["ink"],
-                size=9.5,
-            )
-            buffer = io.BytesIO()
-            figure.savefig(
-                buffer, format="png", dpi=PNG_DPI, facecolor=LIGHT["paper"], metadata={"Software": None}
-            )
-        return buffer.getvalue()
 
 
 def pictures(analysis: Analysis, load: Load) -> list[Picture]:
@@ -106,7 +44,7 @@ def pictures(analysis: Analysis, load: Load) -> list[Picture]:
         _stage_picture,
         _parity_picture,
     )
-    drawn = [make(here, analysis, _suffix(load)) for make in makers]
+    drawn = [make(here, analysis, suffix(load)) for make in makers]
     return [picture for picture in drawn if picture is not None]
 
 
@@ -126,7 +64,7 @@ def concurrency_picture(analysis: Analysis, temperature: float) -> Picture | Non
         return None
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(
+        figure, axes = canvas(
             theme, "times the tokens per second of dflash", "concurrent requests (log scale)"
         )
         axes.axhline(1.0, color=theme["dflash"], linestyle="--", linewidth=1.2)
@@ -147,14 +85,14 @@ def concurrency_picture(analysis: Analysis, temperature: float) -> Picture | Non
         axes.set_xscale("log", base=2)
         axes.set_xticks(concurrencies, [str(value) for value in concurrencies])
         axes.minorticks_off()
-        _legend(figure, theme)
+        legend(figure, theme)
         return figure
 
     return Picture(
         f"concurrency-t{temperature:g}".replace(".", "_"),
         "Speed over dflash, by concurrency",
         "Above the dashed line a tree is faster than the chain at that load. Vertical bars: 95 % intervals.",
-        _describe((f"{v.cell.label} at {v.cell.spec.concurrency}", v.ratio) for v in judged),
+        describe((f"{v.cell.label} at {v.cell.spec.concurrency}", v.ratio) for v in judged),
         draw,
     )
 
@@ -167,7 +105,7 @@ def _accept_length_picture(here: Sequence[Measures], analysis: Analysis, suffix:
         return None
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "tokens per target pass", "budget (tree nodes without the root)")
+        figure, axes = canvas(theme, "tokens per target pass", "budget (tree nodes without the root)")
         _level(axes, theme, _only(here, Arm.AR), Arm.AR, lambda item: item.accept_length)
         _level(axes, theme, _only(here, Arm.DFLASH), Arm.DFLASH, lambda item: item.accept_length)
         _arm_series(axes, theme, trees, Arm.DDTREE, lambda item: item.accept_length, 0.0, "ddtree")
@@ -179,7 +117,7 @@ def _accept_length_picture(here: Sequence[Measures], analysis: Analysis, suffix:
         )
         _budget_axis(axes, [*trees, *shadows, *unsafe])
         axes.set_ylim(bottom=0.9)
-        _legend(figure, theme)
+        legend(figure, theme)
         return figure
 
     named = [(item.cell.label, item.accept_length) for item in here if item.cell.arm is not Arm.SHADOW]
@@ -189,7 +127,7 @@ def _accept_length_picture(here: Sequence[Measures], analysis: Analysis, suffix:
         "Accept length against budget",
         "Tokens that one pass of the target yields while decoding; ar is 1 by definition. Bars and the band: "
         "95 % intervals over prompts. Shadow's estimate beside ddtree shows how far to trust logged trees.",
-        _describe(named),
+        describe(named),
         draw,
     )
 
@@ -215,14 +153,14 @@ def _ratio_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         figure = Figure(figsize=(WIDTH_IN, height))
         left, right = figure.subplots(1, 2, sharey=True)
         figure.subplots_adjust(
-            left=_room(labels) / WIDTH_IN,
+            left=room(labels) / WIDTH_IN,
             right=1 - 0.12 / WIDTH_IN,
             top=1 - 0.36 / height,
             bottom=0.5 / height,
             wspace=0.12,
         )
         for axes, metric in ((left, Metric.ACCEPT_LENGTH), (right, Metric.TOKENS_PER_SECOND)):
-            _style(axes, theme)
+            style(axes, theme)
             axes.grid(visible=False, axis="y")
             axes.grid(visible=True, axis="x", color=theme["grid"], linewidth=0.6)
             _forest(axes, theme, judged[metric], labels)
@@ -231,7 +169,7 @@ def _ratio_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         left.set_yticks(range(len(labels)), labels, color=theme["ink"])
         left.set_ylim(len(labels) - 0.4, -0.6)
         figure.text(
-            _room(labels) / WIDTH_IN,
+            room(labels) / WIDTH_IN,
             0.08 / height,
             "times dflash, same prompts",
             color=theme["muted"],
@@ -244,9 +182,7 @@ def _ratio_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         "Gain over dflash, paired by prompt",
         "Each arm over dflash on the same prompts. A bar (95 % interval) that crosses the line at 1 means "
         "that one can't tell. Filled: verdict given; hollow: can't tell.",
-        _describe(
-            (f"{v.cell.label}, {v.metric.words}", v.ratio) for metric in Metric for v in judged[metric]
-        ),
+        describe((f"{v.cell.label}, {v.metric.words}", v.ratio) for metric in Metric for v in judged[metric]),
         draw,
     )
 
@@ -257,7 +193,7 @@ def _speed_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         return None
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "tokens per second and request", "budget (tree nodes without the root)")
+        figure, axes = canvas(theme, "tokens per second and request", "budget (tree nodes without the root)")
         for arm in (Arm.AR, Arm.DFLASH):
             _level(axes, theme, _only(here, arm), arm, lambda item: item.tokens_per_second)
         for arm, shift, label in (
@@ -269,7 +205,7 @@ def _speed_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
             _arm_series(axes, theme, mine, arm, lambda item: item.tokens_per_second, shift, label)
         _budget_axis(axes, timed)
         axes.set_ylim(bottom=0)
-        _legend(figure, theme)
+        legend(figure, theme)
         return figure
 
     caption = (
@@ -281,7 +217,7 @@ def _speed_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         f"speed{suffix}",
         "Tokens per second against budget",
         caption,
-        _describe((item.cell.label, item.tokens_per_second) for item in here),
+        describe((item.cell.label, item.tokens_per_second) for item in here),
         draw,
     )
 
@@ -295,7 +231,7 @@ def _position_picture(here: Sequence[Measures], analysis: Analysis, suffix: str)
     depth = max(_depth(item.histogram) for item in shown)
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "share of steps", "drafts accepted, at least")
+        figure, axes = canvas(theme, "share of steps", "drafts accepted, at least")
         for item in chain:
             mark = MARKS[Arm.DFLASH]
             _curve(axes, item, depth, theme["dflash"], mark.marker, mark.line, "dflash")
@@ -307,7 +243,7 @@ def _position_picture(here: Sequence[Measures], analysis: Analysis, suffix: str)
         axes.set_ylim(0, 1)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        _legend(figure, theme, columns=3 if all(len(item.cell.label) < 14 for item in shown) else 2)
+        legend(figure, theme, columns=3 if all(len(item.cell.label) < 14 for item in shown) else 2)
         return figure
 
     texts = [
@@ -330,12 +266,12 @@ def _stage_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
 
     def draw(theme: Theme) -> Figure:
         height = 1.23 + 0.235 * len(timed)
-        figure, axes = _canvas(
+        figure, axes = canvas(
             theme,
             "",
             "milliseconds per target pass",
             height=height,
-            left=_room([item.cell.label for item in timed]),
+            left=room([item.cell.label for item in timed]),
         )
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x", color=theme["grid"], linewidth=0.6)
@@ -354,7 +290,7 @@ def _stage_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) ->
         axes.set_yticks(range(len(timed)), [item.cell.label for item in timed], color=theme["ink"])
         axes.set_ylim(len(timed) - 0.4, -0.6)
         axes.spines["left"].set_visible(False)
-        _legend(figure, theme, columns=4)
+        legend(figure, theme, columns=4)
         return figure
 
     texts = [
@@ -387,7 +323,7 @@ def _parity_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) -
     length = reference.cell.spec.max_tokens
 
     def draw(theme: Theme) -> Figure:
-        figure, axes = _canvas(theme, "share of prompts still equal to ar", "output token")
+        figure, axes = canvas(theme, "share of prompts still equal to ar", "output token")
         labelled = set()
         for item, places in curves:
             arm = item.cell.arm
@@ -407,7 +343,7 @@ def _parity_picture(here: Sequence[Measures], analysis: Analysis, suffix: str) -
         axes.set_xlim(0, length)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        _legend(figure, theme)
+        legend(figure, theme)
         return figure
 
     texts = [
@@ -453,64 +389,6 @@ def _still_equal(places: Sequence[int | None], length: int) -> tuple[list[int], 
 
 def _stage(item: Measures, stage: str) -> float:
     return (item.stage_ms or {}).get(stage, 0.0)
-
-
-def _canvas(
-    theme: Theme, ylabel: str, xlabel: str, *, height: float = HEIGHT_IN, left: float = 0.48
-) -> tuple[Figure, Axes]:
-    """One set of axes; the y axis is named above it, not sideways. :func:`_legend` makes room on top."""
-    figure = Figure(figsize=(WIDTH_IN, height))
-    axes = figure.subplots()
-    figure.subplots_adjust(left=left / WIDTH_IN, right=1 - 0.12 / WIDTH_IN, bottom=0.5 / height)
-    _style(axes, theme)
-    axes.set_xlabel(xlabel, color=theme["muted"], labelpad=5)
-    if ylabel:
-        axes.annotate(
-            ylabel,
-            (0, 1),
-            xytext=(-0.36 * 72, 7),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            color=theme["muted"],
-            va="bottom",
-        )
-    return figure, axes
-
-
-def _room(labels: Sequence[str]) -> float:
-    """Inches that row labels need on the left."""
-    return 0.2 + 0.068 * max(len(label) for label in labels)
-
-
-def _style(axes: Axes, theme: Theme) -> None:
-    axes.grid(visible=True, axis="y", color=theme["grid"], linewidth=0.6)
-    axes.tick_params(colors=theme["muted"], labelcolor=theme["ink"])
-    for spine in axes.spines.values():
-        spine.set_color(theme["muted"])
-    axes.spines["left"].set_visible(False)
-    axes.patch.set_alpha(0.0)
-
-
-def _legend(figure: Figure, theme: Theme, columns: int = 3) -> None:
-    """Above the axes, with as many rows as it takes; the figure grows, so that the axes keep their height."""
-    axes = figure.axes[0]
-    handles, labels = axes.get_legend_handles_labels()
-    plain = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
-    rows = math.ceil(len(labels) / columns)
-    width, height = figure.get_size_inches()
-    taller = height + 0.18 * (rows - 2)
-    top = 0.1 + 0.18 * rows + (0.26 if axes.texts else 0.06)
-    figure.set_size_inches(width, taller)
-    figure.subplots_adjust(top=1 - top / taller, bottom=figure.subplotpars.bottom * height / taller)
-    figure.legend(
-        plain,
-        labels,
-        loc="upper left",
-        bbox_to_anchor=(0.02, 1 - 0.05 / taller),
-        ncols=columns,
-        labelcolor=theme["ink"],
-        fontsize=8.5,
-    )
 
 
 def _level(
@@ -578,7 +456,7 @@ def _series(
     axes.errorbar(
         xs,
         [interval.value for interval in intervals],
-        yerr=_bars(intervals),
+        yerr=bars(intervals),
         color=color,
         marker=marker,
         linestyle=line,
@@ -601,7 +479,7 @@ def _forest(axes: Axes, theme: Theme, verdicts: Sequence[Verdict], labels: Seque
         axes.errorbar(
             [ratio.value],
             [labels.index(verdict.cell.label)],
-            xerr=_bars([ratio]),
+            xerr=bars([ratio]),
             color=colour,
             marker=MARKS[verdict.cell.arm].marker,
             markerfacecolor=colour if decided else theme["paper"],
@@ -614,12 +492,6 @@ def _forest(axes: Axes, theme: Theme, verdicts: Sequence[Verdict], labels: Seque
     margin = max(0.08 * (high - low), 0.04)
     axes.set_xlim(low - margin, high + margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-
-
-def _bars(intervals: Sequence[Interval]) -> list[list[float]]:
-    below = [item.value - item.low if item.low is not None else 0.0 for item in intervals]
-    above = [item.high - item.value if item.high is not None else 0.0 for item in intervals]
-    return [[max(x, 0.0) for x in below], [max(x, 0.0) for x in above]]
 
 
 def _budget_axis(axes: Axes, measures: Sequence[Measures]) -> None:
@@ -666,19 +538,3 @@ def _with_budget(measures: Sequence[Measures], arm: Arm) -> list[Measures]:
 
 def _only(measures: Sequence[Measures], arm: Arm) -> list[Measures]:
     return [item for item in measures if item.cell.arm is arm]
-
-
-def _describe(figures: Iterable[tuple[str, Interval | None]]) -> str:
-    texts = []
-    for name, interval in figures:
-        if interval is None:
-            continue
-        text = f"{name}: {interval.value:.2f}"
-        if interval.low is not None and interval.high is not None:
-            text += f" ({interval.low:.2f} to {interval.high:.2f})"
-        texts.append(text)
-    return "; ".join(texts) + "."
-
-
-def _suffix(load: Load) -> str:
-    return f"-c{load.concurrency}-t{load.temperature:g}".replace(".", "_")

@@ -14,9 +14,11 @@ from markupsafe import Markup
 
 from ddtree_ops import __version__
 from ddtree_ops.compare.analysis import Analysis, analyse
+from ddtree_ops.compare.drawing import Picture
 from ddtree_ops.compare.frames import requests_frame
 from ddtree_ops.compare.headline import headline
-from ddtree_ops.compare.plots import Picture, concurrency_picture, pictures
+from ddtree_ops.compare.layout_view import layout_pictures, layout_view, layouts_csv
+from ddtree_ops.compare.plots import concurrency_picture, pictures
 from ddtree_ops.compare.summary import summarise
 from ddtree_ops.compare.theme import css_variables
 from ddtree_ops.compare.view import build_view
@@ -70,7 +72,9 @@ def render(analysis: Analysis, *, title: str | None = None) -> str:
     view |= {
         "pictures": {item.anchor: [_inlined(p) for p in pictures(analysis, load)] for load, item in drawn},
         "concurrency_pictures": [_inlined(picture) for picture in _over_concurrency(analysis)],
-        "tables": sorted(TABLES),
+        "layouts": layout_view(analysis.layouts),
+        "layout_pictures": [_inlined(picture) for picture in layout_pictures(analysis.layouts)],
+        "tables": sorted(_tables(analysis)),
         "css": _css(),
         "version": __version__,
         "commands": COMMANDS if origin is None else origin.commands,
@@ -101,14 +105,21 @@ TABLES: dict[str, Callable[[Analysis], pd.DataFrame]] = {
 }
 
 
+def _tables(analysis: Analysis) -> dict[str, Callable[[Analysis], pd.DataFrame]]:
+    """The files of this run: layouts where it has some."""
+    if not analysis.layouts:
+        return TABLES
+    return {**TABLES, "layouts.csv": lambda analysis: layouts_csv(analysis.layouts)}
+
+
 def _write(analysis: Analysis, out: Path, page: str) -> ReportFiles:
     out.mkdir(parents=True, exist_ok=True)
     images, tables = [], []
     every = [picture for load in analysis.results.loads() for picture in pictures(analysis, load)]
-    for picture in every + _over_concurrency(analysis):
+    for picture in every + _over_concurrency(analysis) + layout_pictures(analysis.layouts):
         images.append(out / f"{picture.name}.png")
         images[-1].write_bytes(picture.png())
-    for name, make in TABLES.items():
+    for name, make in _tables(analysis).items():
         tables.append(out / name)
         make(analysis).to_csv(tables[-1], index=False)
     index = out / "index.html"

@@ -57,6 +57,12 @@ class Interval:
     def known(self) -> bool:
         return self.low is not None and self.high is not None
 
+    def divided(self, by: float) -> Interval:
+        """The same of a part, where all parts are alike."""
+        low = None if self.low is None else self.low / by
+        high = None if self.high is None else self.high / by
+        return Interval(self.value / by, low, high, self.n, self.positions)
+
 
 class Direction(StrEnum):
     """Where a ratio's interval lies. Names say what it means for a rate; more is faster."""
@@ -119,6 +125,24 @@ class Bootstrap:
         return self._interval(
             value, lambda sums: (sums(top_a) * sums(bottom_b), sums(bottom_a) * sums(top_b))
         )
+
+    def sum_of_rates(self, parts: Sequence[tuple[Values, Values, float]]) -> Interval | None:
+        """Sum over the parts of ``factor * sum(numerator) / sum(denominator)``, all from the same draws.
+
+        None without parts, or where a denominator is 0.
+        """
+        checked = [(self._check(top), self._check(bottom), factor) for top, bottom, factor in parts]
+        if not checked or any(not bottom.sum() > 0 for _, bottom, _ in checked):
+            return None
+        value = sum(factor * _divide(top.sum(), bottom.sum()) for top, bottom, factor in checked)
+
+        def fraction(sums: Callable[[Array], Array]) -> tuple[Array, Array]:
+            rates: Array = sum(
+                (factor * sums(top) / sums(bottom) for top, bottom, factor in checked), start=np.zeros(1)
+            )
+            return rates, np.ones_like(rates)
+
+        return self._interval(value, fraction)
 
     def median(self, values: Sequence[Sequence[float]]) -> Interval | None:
         """Median over all values of all prompts; a prompt brings its values (repeats) together."""

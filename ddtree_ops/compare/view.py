@@ -362,14 +362,16 @@ def _positions_table(here: Sequence[Measures]) -> Table | None:
         return None
     rows = []
     for item in here:
-        places = {row.position: row.place for row in item.cell.rows}
+        places: dict[int, set[str]] = {}
+        for row in item.cell.rows:
+            places.setdefault(row.position, set()).add(short_place(row.place or DASH))
         speeds = {
             position: float(part["completion_tokens"].sum() / part["e2e_s"].sum())
             for position, part in by_position(item.frame).items()
             if len(part) and part["e2e_s"].sum() > 0
         }
         shown = [
-            f"{speeds[number]:.1f} ({short_place(places.get(number) or DASH)})" if number in speeds else DASH
+            f"{speeds[number]:.1f} ({', '.join(sorted(places[number]))})" if number in speeds else DASH
             for number in range(most)
         ]
         spread = f"{100 * (max(speeds.values()) / min(speeds.values()) - 1):.1f} %" if speeds else DASH

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from ddtree_ops.compare.analysis import Analysis, analyse
-from ddtree_ops.compare.plots import STYLE, Picture, pictures, survival
+from ddtree_ops.compare.drawing import STYLE, Picture
+from ddtree_ops.compare.plots import pictures, survival
 from ddtree_ops.compare.svg import inline
 from ddtree_ops.compare.theme import BUDGET_MARKERS, COLOURS, LIGHT, MARKS, STAND_IN
 from tests.support.make_store import make_store
