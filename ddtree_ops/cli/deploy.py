@@ -74,7 +74,7 @@ ddtree deploy up --tags container_runtime   only this part of the playbooks, the
 
 ddtree deploy up --service tree --skip-provisioning --recreate      a fresh container, for a rotated key
 
-ddtree deploy up --rotate 1                 every single-GPU service on the next GPU: arms take turns on cards
+ddtree deploy up --rotate 1                 every service on the next GPUs: arms take turns on cards
 
 What is equal stays as it is: a second run makes 0 changes. A container that does not get ready gives way to
 the previous one, and its log is kept. Exit code 1 when something failed or a host does not answer.
@@ -135,7 +135,7 @@ IgnoreChecks = Annotated[bool, typer.Option("--ignore-checks", help="Go on where
 Rotate = Annotated[
     int | None,
     typer.Option(
-        "--rotate", min=0, help="Move services with one GPU on by so many GPUs; stays until changed."
+        "--rotate", min=0, help="Move services on by so many GPUs, or groups of GPUs; stays until changed."
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
+from ddtree_ops.deploy.turns import CannotExchange, rotation, turned_groups
 from ddtree_ops.errors import BadInput
 from ddtree_ops.hosts.facts import HostFacts
 from ddtree_ops.schemas.cluster import Cluster, EngineKind, Service
 
-T = TypeVar("T")
-U = TypeVar("U")
-
 
 class TooFewCards(BadInput):
     """A host has fewer cards than its services want: nothing can be placed there, whatever others have."""
+
+
+#: What keeps a host from being laid out, whatever the others have.
+CANNOT_PLACE = (TooFewCards, CannotExchange)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ def lay_out(
     """All replicas on the hosts, services in the file's order on each.
 
     cards  by host; needed for SGLang
-    turn   how often replicas with one card that ddtree chose have moved on to the next card
-    Raises TooFewCards when a host has fewer cards than its services want.
+    turn   how often replicas whose cards ddtree chose have moved on to the next card or group of cards
+    Raises TooFewCards when a host has fewer cards than its services want, CannotExchange where they cannot
+    move on.
     """
     found: list[Replica] = []
     for host in hosts:
@@ -91,17 +93,6 @@ def lay_out(
             for index, gpus in enumerate(groups[service.name]):
                 found.append(Replica(service, host, index, service.ports[index], tuple(gpus)))
     return found
-
-
-def rotation(arms: Sequence[T], places: Sequence[U], repeat: int) -> dict[T, U]:
-    """Which place an arm has in a repeat, counted from 0.
-
-    Over `len(places)` repeats in a row every arm has every place once, so that no arm owns a fast card; no
-    two arms share one in a repeat. Raises ValueError for more arms than places.
-    """
-    if len(arms) > len(places):
-        raise ValueError(f"{len(arms)} arms do not fit on {len(places)} places")
-    return {arm: places[(position + repeat) % len(places)] for position, arm in enumerate(arms)}
 
 
 def _choose(
@@ -129,13 +120,28 @@ def _turned(
     free: Mapping[int, Card],
     turn: int,
 ) -> dict[str, list[tuple[str, ...]]]:
-    """Replicas with one chosen card move on over all cards that they and nobody else have, in bus order."""
-    moving = [one.name for one in services if one.gpus is None and one.tp == 1]
-    seats = [(name, index) for name in moving for index in range(len(groups[name]))]
-    taken = {groups[name][index][0] for name, index in seats} | {card.uuid for card in free.values()}
-    places = [(card.uuid,) for card in cards if card.uuid in taken]
-    for (name, index), place in rotation(seats, places, turn).items():
-        groups[name][index] = place
+    """Replicas whose cards ddtree chose move on over all cards that only they may have, in bus order."""
+    moving = [one.name for one in services if one.gpus is None]
+    seats = {(name, index): group for name in moving for index, group in enumerate(groups[name])}
+    if not seats:
+        return groups
+    taken = {uuid for group in seats.values() for uuid in group} | {card.uuid for card in free.values()}
+    going = [card for card in cards if card.uuid in taken]
+    if all(len(group) == 1 for group in seats.values()):
+        singles: list[tuple[str, ...]] = [(card.uuid,) for card in going]
+        new = rotation(list(seats), singles, turn)
+    else:
+        by_uuid = {card.uuid: card for card in going}
+
+        def take(left: dict[int, str], count: int) -> tuple[str, ...]:
+            chosen = _take({number: by_uuid[uuid] for number, uuid in left.items()}, count)
+            for number in [number for number, uuid in left.items() if uuid in chosen]:
+                del left[number]
+            return chosen
+
+        new = turned_groups(seats, [card.uuid for card in going], take, turn)
+    for (name, index), group in new.items():
+        groups[name][index] = group
     return groups
 
 

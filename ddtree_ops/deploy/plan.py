@@ -8,7 +8,7 @@ from typing import Any
 
 from ddtree_ops.containers.connection import DockerFailure
 from ddtree_ops.deploy.images import NOT_YET, PlannedImage, planned_images
-from ddtree_ops.deploy.layout import Card, Replica, TooFewCards
+from ddtree_ops.deploy.layout import CANNOT_PLACE, Card, Replica
 from ddtree_ops.deploy.memory import Fit, memory_of, require_fit
 from ddtree_ops.deploy.provision import provision
 from ddtree_ops.deploy.render import Surroundings, render
@@ -137,7 +137,7 @@ def make_plan(
         bare, ids = plans[host].bare, _ids(images)
         try:
             return steps_on(session, host, cards, ids, services=services, recreate=recreate, bare=bare)
-        except TooFewCards as few:  # one host's trouble is not the others'
+        except CANNOT_PLACE as few:  # one host's trouble is not the others'
             plans[host].refused = f"{few.message} (try: {few.remedy})" if few.remedy else few.message
             return []
 
@@ -202,7 +202,7 @@ def steps_on(
     recreate: bool = False,
     bare: bool = False,
 ) -> list[Step]:
-    """Steps for one host; `bare`: it has no engine to ask yet. Raises HostUnreachable, TooFewCards."""
+    """Steps for one host; `bare`: it has no engine to ask yet. Raises HostUnreachable, CANNOT_PLACE."""
     cluster = session.cluster
     around = Surroundings(images[host], session.folder, session.revisions(), cards.get(host, ()))
     replicas: list[Replica] = session.replicas(cards, services, [host])

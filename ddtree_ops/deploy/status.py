@@ -13,7 +13,7 @@ import httpx
 from ddtree_ops.containers.connection import DockerFailure, HostUnreachable
 from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.spec import ContainerSpec
-from ddtree_ops.deploy.layout import Card, Replica, TooFewCards, services_on
+from ddtree_ops.deploy.layout import CANNOT_PLACE, Card, Replica, services_on
 from ddtree_ops.deploy.plan import steps_on
 from ddtree_ops.deploy.session import ClusterSession
 from ddtree_ops.deploy.steps import previous_name, spec_diff
@@ -132,7 +132,7 @@ def _host(
     image = next((one.image for one in containers if not one.previous), "")
     try:
         steps = steps_on(session, host, cards, {host: image}, services=services)
-    except TooFewCards as few:
+    except CANNOT_PLACE as few:
         return _not_placed(session, host, by_name, services, few.message, now), []
     replicas = [
         _replica(session, step.replica, _with_image(step.spec, by_name.get(step.name)), by_name, now)

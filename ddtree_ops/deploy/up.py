@@ -19,7 +19,7 @@ from typing import Any
 from ddtree_ops.containers.connection import DockerFailure, HostUnreachable, worth_trying
 from ddtree_ops.containers.engine import Engine
 from ddtree_ops.deploy.images import ensure_images
-from ddtree_ops.deploy.layout import Card, Replica, TooFewCards, lay_out
+from ddtree_ops.deploy.layout import CANNOT_PLACE, Card, Replica, lay_out
 from ddtree_ops.deploy.lockfile import write_lock
 from ddtree_ops.deploy.memory import memory_of, require_fit
 from ddtree_ops.deploy.p2p import require_peers
@@ -187,7 +187,7 @@ class Up:
                 self._sleep(min(RETRY_S, deadline - now))
 
     def _require_cards(self) -> dict[str, HostFacts]:
-        """Every host has the cards that its services want, or nothing is changed. Raises TooFewCards.
+        """Every host has the cards that its services want, or nothing is changed. Raises CANNOT_PLACE.
 
         Provisioning may yet bring the driver, and make a host readable that is not.
         """
@@ -201,11 +201,11 @@ class Up:
         refused = []
         for host, some in cards.items():
             try:
-                lay_out(session.cluster, [host], {host: some})
-            except TooFewCards as few:
-                refused.append(few)
+                lay_out(session.cluster, [host], {host: some}, turn=session.lock.turn)
+            except CANNOT_PLACE as why:
+                refused.append(why)
         if refused:
-            raise TooFewCards("\n  ".join(few.message for few in refused), remedy=refused[0].remedy)
+            raise type(refused[0])("\n  ".join(why.message for why in refused), remedy=refused[0].remedy)
         return facts
 
     def _resolve_revisions(self) -> None:

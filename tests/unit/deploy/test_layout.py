@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree_ops.deploy.layout import Card, cards_of, lay_out, rotation
+from ddtree_ops.deploy.layout import Card, cards_of, lay_out
+from ddtree_ops.deploy.turns import rotation
 from ddtree_ops.errors import BadInput
 from ddtree_ops.hosts.facts import parse_facts, read_capture
+from ddtree_ops.schemas.cluster import Cluster
 
 from .clusters import cards, cluster, rehearsal
 
@@ -118,24 +120,75 @@ def test_a_rotation_of_more_arms_than_cards_is_refused() -> None:
         rotation("abc", "xy", 0)
 
 
-def test_turns_move_single_cards_only_and_bring_every_service_to_every_free_card() -> None:
-    wanted = cluster(
-        [
-            service("x", 30001),
-            service("y", 30011, replicas=2),
-            service("w", 30021, tp=2),
-            service("z", 30031, gpus=[7]),
-        ]
-    )
+def over_turns(wanted: Cluster, turns: int, gpus: int = 8) -> dict[tuple[str, int], list[tuple[str, ...]]]:
+    """Each replica's cards in every turn; no two replicas may share one."""
     seen: dict[tuple[str, int], list[tuple[str, ...]]] = {}
-    for turn in range(5):
-        found = lay_out(wanted, ["a"], {"a": cards()}, turn=turn)
+    for turn in range(turns):
+        found = lay_out(wanted, ["a"], {"a": cards(gpus)}, turn=turn)
         taken = [gpu for one in found for gpu in one.gpus]
-        assert len(set(taken)) == len(taken) == 6
+        assert len(set(taken)) == len(taken)
         for one in found:
             seen.setdefault((one.service.name, one.index), []).append(one.gpus)
-    assert set(seen["w", 0]) == {seen["w", 0][0]}
-    assert set(seen["z", 0]) == {("GPU-a7",)}
-    free = {(f"GPU-a{index}",) for index in range(8)} - {("GPU-a7",)} - {(gpu,) for gpu in seen["w", 0][0]}
+    return seen
+
+
+def group(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"GPU-a{number}" for number in numbers)
+
+
+def test_turns_bring_every_single_card_service_to_every_free_card() -> None:
+    services = [service("x", 30001), service("y", 30011, replicas=2), service("z", 30031, gpus=[7])]
+    seen = over_turns(cluster(services), 7)
+    assert set(seen["z", 0]) == {group(7)}
     for seat in (("x", 0), ("y", 0), ("y", 1)):
-        assert set(seen[seat]) == free
+        assert set(seen[seat]) == {group(number) for number in range(7)}
+
+
+def test_turns_bring_groups_of_cards_to_every_group_and_keep_them_whole() -> None:
+    wanted = cluster([service("x", 30001, tp=2), service("y", 30011, tp=2, replicas=2)])
+    seen = over_turns(wanted, 4)
+    groups = [group(0, 1), group(2, 3), group(4, 5), group(6, 7)]
+    assert seen["x", 0] == groups
+    assert seen["y", 0] == [*groups[1:], groups[0]]
+    assert seen["y", 1] == [*groups[2:], *groups[:2]]
+
+
+def test_narrow_replicas_go_around_with_the_wide_ones_and_within_their_groups() -> None:
+    """A wide replica was in every place after 2 turns, a single one after 8."""
+    wanted = cluster([service("wide", 30001, tp=4), service("x", 30011), service("y", 30021, replicas=2)])
+    seen = over_turns(wanted, 8)
+    assert set(seen["wide", 0]) == {group(0, 1, 2, 3), group(4, 5, 6, 7)}
+    for seat in (("x", 0), ("y", 0), ("y", 1)):
+        assert set(seen[seat]) == {group(number) for number in range(8)}
+    assert lay_out(wanted, ["a"], {"a": cards()}, turn=8) == lay_out(wanted, ["a"], {"a": cards()})
+    mixed = over_turns(cluster([service("wide", 30001, tp=4), service("pair", 30011, tp=2, replicas=2)]), 4)
+    pairs = {group(number, number + 1) for number in (0, 2, 4, 6)}
+    assert set(mixed["pair", 0]) == set(mixed["pair", 1]) == pairs
+
+
+def test_layouts_that_cannot_be_exchanged_are_refused() -> None:
+    """Seven cards are to move: three pairs and one that is left, with a service on it."""
+    services = [
+        service("pair", 30001, tp=2),
+        service("single", 30011, replicas=5),
+        service("own", 30031, gpus=[7]),
+    ]
+    assert len(lay_out(cluster(services), ["a"], {"a": cards()})) == 7
+    with pytest.raises(BadInput) as caught:
+        lay_out(cluster(services), ["a"], {"a": cards()}, turn=1)
+    assert "services.single: its cards cannot be exchanged with a group of 2" in caught.value.message
+    assert "GPU-a6" in caught.value.message
+    services[1]["replicas"] = 4
+    assert len(over_turns(cluster(services), 6)["single", 3]) == 6
+
+
+def test_a_group_that_no_block_holds_is_refused() -> None:
+    """A NUMA node of three cards and one of five: the wide group goes to the second, and a pair's cards are
+    not those that a second group of four would take together.
+    """
+    wanted = cluster([service("wide", 30001, tp=4), service("pair", 30011, tp=2)])
+    uneven = tuple(Card(f"GPU-a{number}", f"0000:0{number}:00.0", int(number >= 3)) for number in range(8))
+    found = {one.service.name: one.gpus for one in lay_out(wanted, ["a"], {"a": uneven}, turn=1)}
+    assert len(set(found["wide"]) | set(found["pair"])) == 6
+    with pytest.raises(BadInput, match="cannot be exchanged"):
+        lay_out(wanted, ["a"], {"a": uneven[:7]}, turn=1)

@@ -83,6 +83,24 @@ def test_all_replicas_of_a_service_go_around_and_each_says_which_card_it_has() -
     assert rotation.of("linear").places == [f"a/GPU-a{number}" for number in range(4)]
 
 
+def test_services_over_several_cards_move_as_groups() -> None:
+    made, there = cluster([{**one, "tp": 2} for one in SINGLE]), {"a": cards(8)}
+    positions = count_places(made, ["a"], there)
+    assert positions == 4
+    rotation = plan_rotation(made, measured(made, there), there, positions)
+    for name in ("linear", "shadow", "tree"):
+        seats = [at for (at,) in rotation.seats[name]]
+        assert sorted(at.cards for at in seats) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert rotation.of("tree").places[0] == "a/GPU-a0+GPU-a1"
+
+
+def test_a_rotation_of_groups_that_cannot_be_exchanged_is_refused_before_anything_moves() -> None:
+    made, there = cluster([{**SINGLE[0], "tp": 4}, {**SINGLE[1], "replicas": 2}]), {"a": cards(6)}
+    assert len(lay_out(made, ["a"], there)) == 3
+    with pytest.raises(BadInput, match=r"services\.shadow: its cards cannot be exchanged with a group of 4"):
+        turned(made, there)
+
+
 def test_the_host_with_most_cards_sets_the_number_of_places() -> None:
     assert count_places(cluster(SINGLE), ["a", "b"], {"a": cards(3), "b": cards(6, host="b")}) == 6
 
@@ -112,7 +130,13 @@ def write(folder: Path, **keys: Any) -> Path:
 def turned(made: Cluster, there: dict[str, Any], **keys: Any) -> tuple[int, list[str]]:
     notes: list[str] = []
     sweep = Sweep.model_validate({"engine": {"kind": "cluster", "file": "x", "rotate": True}, **keys})
-    found = rotating(sweep, made, measured(made, there)["tree"], there, note=notes.append)
+    found = rotating(
+        sweep,
+        made,
+        [one for some in measured(made, there).values() for one in some],
+        there,
+        note=notes.append,
+    )
     return found.repeats, notes
 
 
