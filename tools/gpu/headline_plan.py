@@ -43,6 +43,7 @@ from engine.headline_pair import NotReady, Pair
 from engine.headline_sections import (
     CLOSING,
     PARTS,
+    PREPARING,
     SECTIONS,
     TOKENS,
     Section,
@@ -78,7 +79,7 @@ def main() -> int:
         return 0
     sections = [section for section in SECTIONS if section.part in options.sections]
     if options.dry_run:
-        print(foreseen(sections, options.minutes * 60 - CLOSING))
+        print(foreseen(sections, options.minutes * 60 - PREPARING - CLOSING))
         return 0
     options.out, options.pair = options.out.resolve(), options.pair.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,6 +87,8 @@ def main() -> int:
     failures: list[str] = []
     try:
         context.prepare()
+        if options.earlier:
+            recall(context, read(options.earlier))
         failures += serve(context, write_bed(context), sections)
         figures = figures_of(context.results)
         (context.raw / "figures.json").write_text(json.dumps(figures, indent=1))
@@ -102,6 +105,7 @@ def parse_options() -> argparse.Namespace:
     add("--sections", default=",".join(PARTS), help="parts, comma-separated: " + ", ".join(PARTS))
     add("--dry-run", action="store_true", help="print what fits into --minutes and the seconds of each")
     add("--costs", type=Path, metavar="FILE", help="step costs by width and batch, in place of estimates")
+    add("--earlier", type=Path, metavar="ARCHIVE", help="of a run with plain decoding: its texts and costs")
     add("--judge", type=Path, metavar="ARCHIVE", help="print the figures of a finished run")
     add_host_options(parser, minutes=28)
     add("--prompts", type=int, default=40, help="one at a time")
@@ -110,9 +114,18 @@ def parse_options() -> argparse.Namespace:
     options.sections = options.sections.split(",")
     if unknown := set(options.sections) - set(PARTS):
         parser.error(f"--sections: found {', '.join(sorted(unknown))}, allowed are {', '.join(PARTS)}")
-    if options.costs is not None and not options.costs.is_file():
-        parser.error(f"--costs: found no file {options.costs}")
+    for name in ("costs", "earlier"):
+        path = getattr(options, name)
+        if path is not None and not path.is_file():
+            parser.error(f"--{name}: found no file {path}")
     return options
+
+
+def recall(context: HeadlineContext, earlier: dict[str, dict[str, Any]]) -> None:
+    """What later sections go by of an earlier run's plain decoding; it is not kept a second time."""
+    wanted = ("in-flight-1", "noise", "differences")
+    found = earlier.get("ar", {}).items()
+    context.results["ar"] = {key: value for key, value in found if key in wanted or key.startswith("steps")}
 
 
 def foreseen(sections: list[Section], seconds: float) -> str:

@@ -184,6 +184,25 @@ def test_without_measured_seconds_the_trees_go_on_with_estimates(context):
     assert [server.name for server in Server.started] == ["ar", "ddtree", "dflash"]
 
 
+def test_a_run_goes_by_an_earlier_ones_plain_decoding(context):
+    serve(context, *(one for one in SECTIONS if one.beside == "ar"))
+    context.save()
+    earlier = headline_plan.read(context.archive)
+    context.results.clear()
+    for path in context.raw.iterdir():
+        path.unlink()
+    Server.started.clear()
+    headline_plan.recall(context, earlier)
+    wanted = [one for one in SECTIONS if one.name in ("dflash.in-flight-1", "dflash.differences")]
+    assert serve(context, *wanted, beside("chain")) == []
+    # Its seconds are measured, so that the trees' server starts once.
+    assert [server.name for server in Server.started] == ["dflash", "ddtree", "chain"]
+    context.save()
+    found = headline_plan.read(context.archive)
+    assert set(found["ar"]) == {"differences"}
+    assert {row["way"] for row in found["ar"]["differences"]} == {"15", "31", "63", "auto", "dflash"}
+
+
 @pytest.mark.parametrize(("token", "near_ties"), [(99, 2), (98, 0)])
 def test_a_first_difference_from_plain_decoding_is_a_near_tie_or_is_named(
     token, near_ties, context, monkeypatch
@@ -291,7 +310,7 @@ def test_a_dry_run_starts_nothing_and_tells_what_is_left_over(monkeypatch, capsy
     assert headline_plan.main() == 0
     told = capsys.readouterr().out
     assert "ar starts" in told
-    assert "left over: ar.steps-16, dflash-fp8.steps, dflash-fp8.in-flight-1" in told
+    assert "left over: ar.steps-4, ar.steps-16, dflash-fp8.steps, dflash-fp8.in-flight-1" in told
 
 
 def test_an_unknown_part_is_refused(monkeypatch, capsys):

@@ -16,13 +16,13 @@ SIZES = (1, 2, 4, 8, 16)
 SERVER = """
 --host 127.0.0.1 --attention-backend triton --sampling-backend pytorch --linear-attn-backend triton
 --skip-tokenizer-init --context-length 10240 --chunked-prefill-size 4096 --random-seed 1
---mem-fraction-static 0.95 --mamba-ssm-dtype float32 --disable-prefill-cuda-graph --watchdog-timeout 900
+--mem-fraction-static 0.98 --mamba-ssm-dtype float32 --disable-prefill-cuda-graph --watchdog-timeout 900
 """.split()  # noqa: SIM905 - as it is typed
 # A prompt of 8,000 tokens, or so many of a short one with the nodes of a tree behind it.
 LEAST_TOKENS, TOKENS_A_REQUEST = 10240, 1024
 # GiB: target and drafter, FP8 ones, a recurrent state of all layers, what a node leaves with `wy`, a thousand
 # tokens of both caches, the rest of a server as two of them had it, and logits in graphs for a node.
-WEIGHTS, WEIGHTS_FP8, STATE, STASH, CACHE, REST, LOGITS = 53.36, 28.5, 0.1406, 0.00093, 0.0806, 2.3, 0.0016
+WEIGHTS, WEIGHTS_FP8, STATE, STASH, CACHE, REST, LOGITS = 53.36, 28.5, 0.1406, 0.00093, 0.0806, 2.3, 0.0024
 # Of one H200.
 CARD = 139.1
 

@@ -28,7 +28,8 @@ class Pair:
     def __init__(self, context: Context, folder: Path) -> None:
         self.context, self.folder = context, folder
         self.servers: dict[str, Server] = {}
-        self.estimated = True
+        # Whether the trees' server goes by step seconds that were not measured.
+        self.estimated = not measured_costs(context)
         self._ports = iter(range(30300, 32000, 30))
 
     @property

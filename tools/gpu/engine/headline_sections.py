@@ -31,8 +31,8 @@ PREFILL, LONG_PREFILL, ANSWER = 0.05, 1.2, 0.04
 # Everything is expected to take so much longer; a section may take so many times what is expected, where
 # nothing more important waits; and what the end takes.
 SLACK, PATIENCE, CLOSING = 1.1, 1.5, 20.0
-# From nothing to two servers: the second starts when the first has its memory.
-FIRST_PAIR = 160.0
+# From nothing to two servers, the second starting when the first has its memory; and what comes before.
+FIRST_PAIR, PREPARING = 175.0, 35.0
 # A trees' server that starts again while the arm beside it does.
 TREES_AGAIN = 35.0
 
@@ -140,7 +140,7 @@ SECTIONS = (
     Section("dflash", "dflash", "texts", count=40, ways=MIDDLE),
     Section("dflash", "dflash", "differences", ways=()),
     Section("dflash", "dflash", "texts", 4, count=8, ways=("7", *MIDDLE)),
-    Section("dflash", "dflash", "texts", 2, count=12, ways=MIDDLE),
+    Section("dflash", "dflash", "texts", 2, count=10, ways=MIDDLE),
     Section("dflash", "dflash", "steps", 4, ways=FIXED),
     Section("chain", "chain", "steps", count=3, ways=FIXED),
     Section("chain", "chain", "texts", count=16, ways=("7", "15", "31", "127")),
@@ -150,7 +150,7 @@ SECTIONS = (
     Section("gaps", "dflash", "traces", ways=FIXED),
     Section("context", "dflash", "steps", count=2, ways=FIXED, length=LONG_PROMPT),
     Section("context", "dflash", "texts", count=6, ways=("31", "63", "auto"), length=LONG_PROMPT),
-    Section("sampled", "dflash", "texts", count=16, ways=("31", "63", "auto"), temperature=0.7),
+    Section("sampled", "dflash", "texts", count=14, ways=("31", "63", "auto"), temperature=0.7),
     Section("snapshot", "snapshot", "steps", count=3, ways=("15", "31")),
     Section("snapshot", "snapshot", "texts", count=12, ways=("15", "31")),
     Section("snapshot", "snapshot", "long", ways=()),
