@@ -80,3 +80,24 @@ def test_stages_are_those_between_two_looks():
     # (30 * 4 ms - 10 * 10 ms) / 20; a stage that was not there before counts from nothing.
     assert abs(found["32"]["draft"] - 1.0) < 1e-9
     assert abs(found["32"]["verify"] - 30.0) < 1e-9
+
+
+def test_what_was_alone_is_held_against_other_turns_of_the_same_prompts():
+    def rows(groups, **seconds):
+        return [
+            {"group": number, "way": way, "tokens": 100, "seconds": value, "steps": 25}
+            for number in range(groups)
+            for way, value in seconds.items()
+        ]
+
+    results = {
+        "dflash-alone": {"about": {}, "in-flight-4": rows(8, linear=1.0), "in-flight-8": rows(6, linear=2.0)},
+        "dflash": {"about": {}, "in-flight-4": rows(8, linear=1.1, **{"31": 0.5})},
+        "chain": {"about": {}, "in-flight-8": rows(6, linear=3.0, **{"15": 1.0, "auto": 1.25})},
+    }
+    found = headline_figures.figures_of(results)["dflash-alone"]
+    assert abs(found["same-again-4"]["ratio"] - 1.1) < 1e-9
+    assert found["trees-8"]["groups"] == 6
+    assert found["trees-8"]["ratio"]["15"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert found["trees-8"]["ratio"]["auto"]["ratio"] == 1.6
+    assert "trees-4" not in found

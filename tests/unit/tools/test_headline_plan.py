@@ -121,8 +121,10 @@ def test_everything_is_asked_once_and_every_server_is_stopped(context, monkeypat
     # The trees' server starts a second time with the seconds that were measured beside plain decoding.
     assert names == [
         *("ar", "ddtree", "dflash", "ddtree", "chain", "snapshot", "unsafe", "shadow"),
-        *("dflash-fp8", "ddtree-fp8"),
+        *("dflash-alone", "dflash-fp8", "ddtree-fp8"),
     ]
+    # Who is to be alone is; nobody else needs more than one beside it.
+    assert [len(server.beside) for server in Server.started] == [0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1]
     assert len({server.port for server in Server.started}) == len(names)
     figures = headline_figures.figures_of(found)
     assert set(figures) == set(names) - {"ddtree", "ddtree-fp8"}

@@ -31,7 +31,7 @@ CARD = 139.1
 class Served:
     """One server's arm, its requests at most, and its start's seconds beside a server that is there.
 
-    trees     the server of several widths that it stands beside
+    trees     the server of several widths that it stands beside; '' for none: it has the card to itself
     budgets   a request has to name one of these; the first is way `linear`
     """
 
@@ -56,6 +56,8 @@ BESIDE = {
     "dflash": Served(_bed(Arm("DFLASH")), 4, 80),
     "chain": Served(_bed(tree(BLOCK, topk=1, state="wy")), 16, 70),
     "snapshot": Served(_bed(tree(32, widths=[16, 32])), 1, 80, budgets=(31, 15)),
+    # With room for its states.
+    "dflash-alone": Served(_bed(Arm("DFLASH")), 16, 90, trees=""),
     "dflash-fp8": Served(_fp8(Arm("DFLASH")), 4, 80, trees="ddtree-fp8"),
     "unsafe": Served(_bed(tree(32, mode="unsafe", allow_hybrid_unsafe=True)), 1, 75),
     "shadow": Served(_bed(Arm("DDTREE", None, {"mode": "shadow", "budget": 63, "self_check": 0})), 4, 75),

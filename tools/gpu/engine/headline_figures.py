@@ -21,7 +21,10 @@ Groups = dict[int, dict[str, Row]]
 
 def figures_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Arm beside the trees -> its figures; `results` is arm -> workload -> value."""
-    return {name: arm_figures(found) for name, found in results.items() if "about" in found}
+    figures = {name: arm_figures(found) for name, found in results.items() if "about" in found}
+    if "dflash-alone" in figures:
+        figures["dflash-alone"] |= alone_figures(results)
+    return figures
 
 
 def arm_figures(results: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +45,28 @@ def arm_figures(results: dict[str, Any]) -> dict[str, Any]:
             figures[workload] = long_figures(rows)
     if results.get("differences"):
         figures["differences"] = difference_figures(results["differences"], results["noise"])
+    return figures
+
+
+def alone_figures(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """DFLASH that had the card to itself, held against what was asked in turns at another time.
+
+    trees-N       the trees asked beside the chain, over it, by groups of N prompts
+    same-again-4  itself over what it did beside the trees: how far such ratios can be trusted
+    """
+    figures: dict[str, Any] = {}
+    for workload, rows in results["dflash-alone"].items():
+        size = workload.removeprefix("in-flight-")
+        if size == workload or not rows:
+            continue
+        others = results.get("chain", {}).get(workload, [])
+        trees = [row for row in others if row["way"] != "linear"]
+        if trees:
+            figures[f"trees-{size}"] = throughput_figures([*rows, *trees])
+        turns = [row for row in results.get("dflash", {}).get(workload, []) if row["way"] == "linear"]
+        if turns:
+            again = [{**row, "way": "alone"} for row in rows]
+            figures[f"same-again-{size}"] = throughput_figures([*turns, *again])["ratio"]["alone"]
     return figures
 
 

@@ -43,14 +43,18 @@ class Pair:
         return name in (beside, SERVED[beside].trees)
 
     def serve(self, beside: str) -> tuple[Server, Server]:
-        """Both servers ready, `beside` and its trees. Raises `NotReady`, that server stopped."""
+        """Both servers ready, `beside` and its trees; twice the first where it is to be alone.
+
+        Raises `NotReady`, that server stopped.
+        """
         trees = SERVED[beside].trees
+        wanted = (beside, trees) if trees else (beside,)
         if self.up.beside != beside:
             self._make_room(beside, trees)
-        for name in (beside, trees):
+        for name in wanted:
             if name not in self.servers:
                 self._start(name)
-        for server in (self.servers[beside], self.servers[trees]):
+        for server in [self.servers[name] for name in wanted]:
             if server.ready_after is not None:
                 continue
             limit = min(START_LIMIT, self.context.seconds_left() - CLOSING)
@@ -61,7 +65,7 @@ class Pair:
             self._memory(f"{' and '.join(self.servers)} ready")
         about = {"linear": beside, "trees": trees, "running": SERVED[beside].running}
         self.context.keep(beside, "about", about)
-        return self.servers[beside], self.servers[trees]
+        return self.servers[beside], self.servers[wanted[-1]]
 
     def stop(self) -> None:
         if self.up.beside is not None:

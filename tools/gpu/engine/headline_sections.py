@@ -23,7 +23,7 @@ TOKENS, LONG_PROMPT, LONG_ANSWER = 128, 8000, 4000
 STEP_MS = {"7": (19.2, 0.8), "15": (19.3, 1.1), "31": (20.0, 1.5), "63": (21.2, 2.5), "127": (25.0, 5.0)}
 STEP_MS |= {"auto": (20.0, 1.2), "ar": (14.6, 0.15), "dflash": (19.6, 1.4), "chain": (19.2, 1.1)}
 STEP_MS |= {"snapshot": (24.0, 0.0), "snapshot-15": (20.5, 0.0), "unsafe": (22.0, 0.0), "shadow": (21.0, 1.4)}
-STEP_MS |= {"dflash-fp8": (19.6, 1.4)}
+STEP_MS |= {"dflash-fp8": (19.6, 1.4), "dflash-alone": (19.6, 1.4)}
 ACCEPT = {"7": 4.2, "15": 4.66, "31": 5.05, "63": 5.3, "127": 5.4, "auto": 5.06, "ar": 1.0}
 LINEAR_ACCEPT, LONG_ACCEPT = 4.05, 2.5
 TAIL = {1: 1.0, 2: 1.15, 4: 1.25, 8: 1.35, 16: 1.45}
@@ -154,6 +154,10 @@ SECTIONS = (
     Section("snapshot", "snapshot", "steps", count=3, ways=("15", "31")),
     Section("snapshot", "snapshot", "texts", count=12, ways=("15", "31")),
     Section("snapshot", "snapshot", "long", ways=()),
+    # Not in turns with anything; four at once were asked in turns, too, which tells what that is worth.
+    Section("alone", "dflash-alone", "texts", 8, count=6, ways=()),
+    Section("alone", "dflash-alone", "texts", 16, count=5, ways=()),
+    Section("alone", "dflash-alone", "texts", 4, count=8, ways=()),
     Section("fp8", "dflash-fp8", "steps", count=3, ways=FIXED),
     Section("fp8", "dflash-fp8", "texts", count=16, ways=FIXED),
     Section("ablations", "unsafe", "steps", count=2, ways=("31",)),
@@ -176,6 +180,8 @@ class Up:
         if beside == self.beside:
             return 0.0
         served = BESIDE[beside]
+        if not served.trees:
+            return served.start
         if self.trees is None:
             return FIRST_PAIR
         if served.trees != self.trees:
@@ -184,7 +190,7 @@ class Up:
 
     def then(self, beside: str) -> Up:
         """When `beside` has started; the trees' server starts again once, with what was measured."""
-        return Up(BESIDE[beside].trees, beside, self.estimated and self.trees is None)
+        return Up(BESIDE[beside].trees or None, beside, self.estimated and self.trees is None)
 
 
 def schedule(waiting: Sequence[Section], seconds: float, up: Up) -> list[Section]:
