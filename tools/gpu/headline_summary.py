@@ -6,7 +6,8 @@
 Unpacks every archive's answers into `raw/RUN/`, compressed and without logs, and computes each figure from
 those files, so that anybody can: with no archive given, from `raw/` as it is. Of a section that several runs
 have, the newest counts. A target that no run measured is null, with the reason; `not_run` names every section
-of the plan that no run has.
+of the plan that no run has. `projections` is computed from the figures and results/h200-kernels, and nothing
+in it was measured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from engine.headline_figures import figures_of, interval
 from engine.headline_sections import SECTIONS, Section
+from projections import projections
 
 SCHEMA = 1
 LINEAR = ("dflash", "chain", "ar")
@@ -119,6 +121,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "auto_worst_ratio": min(found["ratio"] for found in autos(figures).values()),
         "targets": targets(results, figures, linear, over_ar),
         "not_run": [section.name for section in SECTIONS if not ran(results, section)],
+        "projections": projections(figures),
         "figures": figures,
     }
 
