@@ -1,6 +1,7 @@
 """What the GPU plan does when an arm breaks, and what is left of a plan that is killed."""
 
 import argparse
+import gzip
 import json
 import sys
 import tarfile
@@ -226,6 +227,30 @@ def test_a_trace_keeps_what_was_on_the_card_in_nanoseconds():
     }
     with pytest.raises(ValueError, match="without kernels"):
         profiles.compact(TRACE[1:2])
+
+
+def test_requests_that_end_before_the_profiler_begins_are_asked_again(tmp_path):
+    class Late:
+        asked = 0
+        profiled = None
+
+        def post(self, path, body):
+            self.profiled = body
+
+        def generate(self, ids, tokens, sampling):
+            assert tokens == 30
+            self.asked += 1
+            if self.asked == 2:
+                (tmp_path / "x").mkdir()
+                (tmp_path / "x" / "TP-0.trace.json.gz").write_bytes(
+                    gzip.compress(json.dumps({"traceEvents": TRACE}).encode())
+                )
+
+    server = Late()
+    found = profiles.take(server, tmp_path, [[1]], {}, tokens=30)
+    assert found == profiles.compact(TRACE)
+    assert server.asked == 2
+    assert server.profiled["output_dir"] == str(tmp_path)
 
 
 def test_what_fails_in_a_simpler_way_too_says_why(context, monkeypatch):

@@ -107,7 +107,7 @@ def beside(name, kind="texts", **more):
 
 
 def test_everything_is_asked_once_and_every_server_is_stopped(context, monkeypatch):
-    monkeypatch.setattr(profiles, "take", lambda *asked: {"names": ["k"], "events": [[0, 0, 9]]})
+    monkeypatch.setattr(profiles, "take", lambda *asked, tokens: {"names": ["k"], "events": [[0, 0, 9]]})
     assert serve(context, *SECTIONS) == []
     assert context.left_over == []
     context.save()

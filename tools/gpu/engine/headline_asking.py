@@ -22,6 +22,8 @@ from engine.servers import Server
 LONG_BUDGET, LOOK_BACK = 31, 500
 # A long answer may take this long, its server not being alone.
 LONG_LIMIT = 300
+# Of a traced answer: seconds of steps, since a profiler begins late and a pause between answers is no gap.
+TRACED_TOKENS = 600
 # Nanoseconds: shorter gaps on the card are those between the kernels of one graph.
 GAP = 20_000
 
@@ -255,7 +257,7 @@ def traces(context: Context, section: Section, beside: Server, trees: Server, fl
             context.left_over.append(f"{section.name} from {way.label}")
             break
         folder = context.site / "traces" / f"{section.name}-{way.label}"
-        trace = profiles.take(way.server, folder, [context.prompts[0]], way.sampling)
+        trace = profiles.take(way.server, folder, [context.prompts[0]], way.sampling, tokens=TRACED_TOKENS)
         found[way.label] = in_short(trace)
     context.keep(section.beside, section.workload, found)
 

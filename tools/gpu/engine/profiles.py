@@ -18,33 +18,41 @@ PASSES, OUTLASTING, WRITING_SECONDS = 8, 400, 60
 
 
 def take(
-    server: Server, folder: Path, prompts: list[list[int]], sampling: dict[str, Any], passes: int = PASSES
+    server: Server,
+    folder: Path,
+    prompts: list[list[int]],
+    sampling: dict[str, Any],
+    passes: int = PASSES,
+    tokens: int = OUTLASTING,
 ) -> dict[str, Any]:
     """A trace of `passes` verify passes (without speculation: tokens) while all prompts are in flight.
 
+    `tokens` of every prompt have to outlast the profiler's start; where they don't, all are asked again.
     Returns {"names": [kernel], "events": [[name's index, start, duration]]}, nanoseconds from the first
     event's start, in the order of their starts. Raises OSError or ValueError when the server writes no trace.
     """
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        jobs = [pool.submit(server.generate, ids, OUTLASTING, sampling=sampling) for ids in prompts]
+
+        def ask() -> list[concurrent.futures.Future[Any]]:
+            return [pool.submit(server.generate, ids, tokens, sampling=sampling) for ids in prompts]
+
+        jobs = ask()
         time.sleep(0.4)  # past prefill; the requests last for seconds
         body = {"output_dir": str(folder), "num_steps": passes, "activities": ["GPU"], "with_stack": False}
         server.post("/start_profile", body)
-        for job in jobs:
-            job.result()
-    return compact(json.loads(gzip.decompress(_written(folder).read_bytes()))["traceEvents"])
-
-
-def _written(folder: Path) -> Path:
-    """The trace's file when it is whole."""
-    deadline = time.monotonic() + WRITING_SECONDS
-    size = -1
-    while time.monotonic() < deadline:
-        time.sleep(1)
-        for path in folder.rglob("*.json.gz"):
-            if path.stat().st_size == size:
-                return path
-            size = path.stat().st_size
+        deadline = time.monotonic() + WRITING_SECONDS
+        size = -1
+        while time.monotonic() < deadline:
+            for job in jobs:
+                job.result()
+            time.sleep(1)
+            found = next(iter(folder.rglob("*.json.gz")), None)
+            if found is None:
+                jobs = ask()
+            elif found.stat().st_size == size:
+                return compact(json.loads(gzip.decompress(found.read_bytes()))["traceEvents"])
+            else:
+                size = found.stat().st_size
     raise OSError(f"{folder}: no whole trace after {WRITING_SECONDS} s")
 
 
