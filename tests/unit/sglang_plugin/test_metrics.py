@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from ddtree_engine.sglang_plugin import metrics
 from ddtree_engine.sglang_plugin.config import parse_config
 from ddtree_engine.sglang_plugin.metrics import HostTap, StepCounters, StepOutcome
 from ddtree_engine.sglang_plugin.requests import refusal
@@ -211,3 +212,34 @@ def test_a_budget_of_its_own_is_refused():
     parameters = type("Parameters", (), {"custom_params": {"ddtree_budget": 7}})()
     request = type("Request", (_Request,), {"sampling_params": parameters})()
     assert "ddtree_budget" in refusal(request, parse_config("{}"))
+
+
+class Clock:
+    """Events of a device whose stages take a second and two, but for those of the first two steps."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
+def test_stage_times_leave_out_the_steps_that_compile(monkeypatch):
+    monkeypatch.setattr(metrics, "Event", Clock)
+    times = metrics.StageTimes(enabled=True, every=4)
+    for step in range(12):
+        times.mark("start")
+        Clock.now += 300.0 if step < 2 else 1.0
+        times.mark("draft")
+        Clock.now += 2.0
+        times.mark("verify")
+        times.end_step()
+    assert times.read() == {"sampled_steps": 3, "stage_seconds": {"draft": 1.0, "verify": 2.0}}
