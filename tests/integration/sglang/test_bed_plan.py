@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ sys.path.insert(0, str(TOOLS))
 import bed_plan  # noqa: E402 - the folder has to be found first
 from ddtree_engine.bed.folders import beds_of, write_folders  # noqa: E402
 from ddtree_engine.reference import pair_path  # noqa: E402
-from engine.headline_arms import SERVED, command, table, with_costs  # noqa: E402
+from engine.headline_arms import NARROWER, SERVED, command, table, with_costs  # noqa: E402
 from engine.headline_pair import estimated_costs  # noqa: E402
 
 
@@ -50,18 +51,18 @@ def test_the_three_servers_differ_in_nothing_but_their_weights(kind, name, folde
 COSTS = Path(__file__).parents[3] / "results" / "h200-27b" / "costs.json"
 
 
-@pytest.mark.parametrize("name", list(SERVED))
+@pytest.mark.parametrize("name", [*SERVED, "narrower"])
 def test_the_headlines_servers_resolve_to_what_they_say(name, folder, plugin, monkeypatch, tmp_path):
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.server_args import prepare_server_args
 
-    served = SERVED[name]
+    served = SERVED[name] if name in SERVED else replace(SERVED["ddtree"], arm=NARROWER["ddtree"])
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(table(estimated_costs(COSTS))))
     config = with_costs(served.arm, costs).config
     if config is not None:
         monkeypatch.setenv("SGLANG_DDTREE_CONFIG", json.dumps(config))
-    record = prepare_server_args(command(folder, name, 30300)[3:])
+    record = prepare_server_args(command(folder, served.arm, served.running, 30300)[3:])
     record.resolve_once()
     record.check_server_args()
     view = resolved_view(record)

@@ -25,6 +25,8 @@ class Server:
     """Answers at once; a prefill takes 50 ms, a step and what it accepts depend on the budget asked for."""
 
     broken: frozenset[str] = frozenset()
+    # Widths of trees that do not start, or beside which others find no memory.
+    too_wide = too_large = 999
     # Servers that end when they are asked for tokens.
     dying: frozenset[str] = frozenset()
     # (server, way) -> first tokens of the prompts whose answers leave the others' at the fifth token.
@@ -36,6 +38,8 @@ class Server:
         self.name, self.arm, self.port, self.argv = name, arm, port, argv
         self.ready_after, self.stopped, self.settled, self.ended = None, False, False, False
         # Who was there when it began, and had taken its memory.
+        there = [one.arm.width or 0 for one in self.started if not one.stopped]
+        self.crowded = max(there, default=0) >= self.too_large
         self.beside = {one.name: one.settled for one in self.started if not one.stopped}
         self.temperatures = set()
         self.steps = 0
@@ -44,13 +48,13 @@ class Server:
     def wait(self, limit):
         self.ready_after = 1.0
         self.settled = True
-        return self.name not in self.broken
+        return self.name not in self.broken and not self.crowded and (self.arm.width or 0) < self.too_wide
 
     def settle(self, limit):
         self.settled = True
 
     def why(self):
-        return "no error in the log"
+        return "CUDA out of memory" if self.crowded else "no error in the log"
 
     def stop(self):
         self.stopped = True
@@ -272,6 +276,31 @@ def test_what_fails_costs_itself_only(context, monkeypatch):
     assert serve(context, beside("dflash"), beside("chain"), beside("snapshot")) == ["chain"]
     assert context.results["snapshot"]["in-flight-1"]
     assert all(server.stopped for server in Server.started)
+
+
+def test_without_the_widest_trees_all_others_are_asked(context, monkeypatch):
+    monkeypatch.setattr(Server, "too_wide", 128)
+    plain = [one for one in SECTIONS if one.beside == "ar"]
+    assert serve(context, *plain, beside("dflash"), beside("chain")) == []
+    assert [server.name for server in Server.started] == [
+        *("ar", "ddtree", "ddtree", "dflash", "ddtree", "chain"),
+    ]
+    assert "128 nodes: ddtree did not start" in context.left_over
+    assert set(context.results["ar"]["steps"][0]) == {"linear", "7", "15", "31", "63", "auto"}
+    assert {row["way"] for row in context.results["chain"]["in-flight-1"]} == {"linear", "7", "15", "31"}
+    # Seconds that were not measured stay estimated: its server asks for those of its widths only.
+    costs = json.loads(Path(Server.started[-2].arm.config["costs"]).read_text())["seconds"]
+    assert set(costs) >= {"8", "16", "32", "64"}
+    assert costs["64"] == pytest.approx({"1": 0.022, "4": 0.022, "16": 0.022})
+
+
+def test_an_arm_that_finds_no_memory_starts_again_beside_narrower_trees(context, monkeypatch):
+    monkeypatch.setattr(Server, "too_large", 128)
+    assert serve(context, beside("ar"), beside("dflash")) == []
+    names = ["ar", "ddtree", "dflash", "dflash", "ddtree"]
+    assert [server.name for server in Server.started] == names
+    assert [server.arm.width for server in Server.started if server.name == "ddtree"] == [128, 64]
+    assert context.results["dflash"]["in-flight-1"]
 
 
 def test_trees_that_do_not_start_end_their_sections_only(context, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +45,18 @@ def ways_of(section: Section, beside: Server, trees: Server) -> list[Way]:
     own = SERVED[section.beside].budgets
     ways = [Way("linear", beside, _budget(own[0]) if own else {})]
     ways += [Way(f"{section.beside}-{budget}", beside, _budget(budget)) for budget in own[1:]]
-    for label in section.ways:
+    for label in _served(section.ways, trees):
         ways.append(Way(label, trees, _budget(label if label == "auto" else int(label))))
     if not section.temperature:
         return ways
     warm = {"temperature": section.temperature}
     return [Way(way.label, way.server, way.sampling | warm) for way in ways]
+
+
+def _served(labels: Sequence[str], trees: Server) -> list[str]:
+    """Those that the server has widths for; a narrower one may have taken the place of the planned one."""
+    widths = (trees.arm.config or {}).get("widths", [])
+    return [label for label in labels if label == "auto" or int(label) + 1 in widths]
 
 
 def _budget(budget: int | str) -> dict[str, Any]:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import statistics
 import subprocess
 from pathlib import Path
 
-from engine.headline_arms import BESIDE, SERVED, SIZES, TREES, WIDTHS, command, read_costs, table, with_costs
+from engine.headline_arms import (
+    BESIDE,
+    NARROWER,
+    SERVED,
+    SIZES,
+    TREES,
+    WIDTHS,
+    command,
+    read_costs,
+    table,
+    with_costs,
+)
 from engine.headline_asking import information
 from engine.headline_sections import CLOSING, Up, expected_step
 from engine.host import Context
 from engine.servers import START_LIMIT, Server
+
+LITTLE_MEMORY = re.compile(r"out of memory|OutOfMemoryError|not enough memory", re.IGNORECASE)
 
 
 class NotReady(Exception):
@@ -30,6 +44,8 @@ class Pair:
         self.servers: dict[str, Server] = {}
         # Whether the trees' server goes by step seconds that were not measured.
         self.estimated = not measured_costs(context)
+        # Arms that are served with fewer widths.
+        self.narrowed: set[str] = set()
         self._ports = iter(range(30300, 32000, 30))
 
     @property
@@ -60,7 +76,8 @@ class Pair:
             limit = min(START_LIMIT, self.context.seconds_left() - CLOSING)
             if not server.wait(limit):
                 self._stop(server.name)
-                raise NotReady(server)
+                self._narrow(server, trees)
+                return self.serve(beside)
             print(f"{server.name}: ready after {server.ready_after:.0f} s", flush=True)
             self._memory(f"{' and '.join(self.servers)} ready")
         about = {"linear": beside, "trees": trees, "running": SERVED[beside].running}
@@ -80,6 +97,17 @@ class Pair:
             if server.ended:
                 self._stop(name)
 
+    def _narrow(self, failed: Server, trees: str) -> None:
+        """Go on without the widest trees, which may be to blame; raises `NotReady` where they cannot be."""
+        to_blame = failed.name == trees or LITTLE_MEMORY.search(failed.why())
+        if trees not in NARROWER or trees in self.narrowed or not to_blame:
+            raise NotReady(failed)
+        print(f"{NotReady(failed)}\nonce more without the widest trees", flush=True)
+        self.context.left_over.append(f"{max(WIDTHS)} nodes: {failed.name} did not start")
+        self.narrowed.add(trees)
+        if trees in self.servers:
+            self._stop(trees)
+
     def _make_room(self, beside: str, trees: str) -> None:
         if self.up.beside is not None:
             self._stop(self.up.beside)
@@ -93,9 +121,11 @@ class Pair:
         for other in self.servers.values():
             if other.ready_after is None:
                 other.settle(START_LIMIT)
-        arm = with_costs(SERVED[name].arm, self._costs(name))
+        arm = NARROWER[name] if name in self.narrowed else SERVED[name].arm
+        arm = with_costs(arm, self._costs(name))
         port = next(self._ports)
-        self.servers[name] = Server(self.context, name, arm, port, command(self.folder, name, port))
+        argv = command(self.folder, arm, SERVED[name].running, port)
+        self.servers[name] = Server(self.context, name, arm, port, argv)
 
     def _costs(self, name: str) -> Path:
         if name != next(iter(TREES)):
@@ -103,7 +133,7 @@ class Pair:
         measured = measured_costs(self.context)
         self.estimated = not measured
         label = "costs-estimated" if self.estimated else "costs-measured"
-        self.context.keep(name, label, table(measured or estimated_costs(self.context.options.costs)))
+        self.context.keep(name, label, table(estimated_costs(self.context.options.costs) | measured))
         return self.context.raw / f"{name}.{label}.json"
 
     def _stop(self, name: str) -> None:
@@ -133,7 +163,10 @@ def estimated_costs(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def measured_costs(context: Context) -> dict[str, dict[str, float]]:
-    """Seconds by width and requests in flight, from short prompts; empty before several sizes are known."""
+    """Seconds by width and requests in flight, from short prompts; empty before several sizes are known.
+
+    Widths that were never asked are not in it.
+    """
     found: dict[str, dict[str, float]] = {str(width): {} for width in WIDTHS}
     arms = [name for name, served in BESIDE.items() if served.trees == next(iter(TREES))]
     for size in SIZES:
@@ -143,4 +176,5 @@ def measured_costs(context: Context) -> dict[str, dict[str, float]]:
             times = [row[str(width - 1)] for row in rows if str(width - 1) in row]
             if times:
                 found[str(width)][str(size)] = statistics.median(times) / 1e3
-    return found if all(len(row) > 1 for row in found.values()) else {}
+    known = {width: row for width, row in found.items() if row}
+    return known if all(len(row) > 1 for row in known.values()) else {}
