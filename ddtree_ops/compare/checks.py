@@ -18,12 +18,16 @@ Check = bool | int | dict[str, float | int | None] | None
 
 
 def run_checks(results: Results, measures: Sequence[Measures], *, seed: int = 0) -> dict[str, Check]:
-    """Check id -> finding. Booleans judge, integers count, the ratio carries its 95 % interval."""
+    """Check id -> finding. Booleans judge, integers count, the ratio carries its 95 % interval.
+
+    Outputs are held against each other at temperature 0; above it they prove nothing, either way.
+    """
+    greedy = [item for item in measures if item.cell.spec.temperature == 0]
     return {
         "all_cells_complete": not results.missing and all(cell.complete for cell in results.cells),
-        "shadow_equals_dflash": _every(measures, Arm.SHADOW, lambda item: _same_output(item, measures)),
-        "dflash_equals_ar": _every(measures, Arm.DFLASH, _equals_ar),
-        "ddtree_equals_ar": _every(measures, Arm.DDTREE, _equals_ar),
+        "shadow_equals_dflash": _every(greedy, Arm.SHADOW, lambda item: _same_output(item, greedy)),
+        "dflash_equals_ar": _every(greedy, Arm.DFLASH, _equals_ar),
+        "ddtree_equals_ar": _every(greedy, Arm.DDTREE, _equals_ar),
         "ddtree_near_ties": _near_ties(measures),
         "spine_first_steps_below_spine_zero": _every(
             [
@@ -35,10 +39,10 @@ def run_checks(results: Results, measures: Sequence[Measures], *, seed: int = 0)
             lambda item: None if item.steps_below_spine is None else item.steps_below_spine == 0,
         ),
         "unsafe_fails_parity": _every(
-            measures, Arm.UNSAFE, lambda item: None if (same := _equals_ar(item)) is None else not same
+            greedy, Arm.UNSAFE, lambda item: None if (same := _equals_ar(item)) is None else not same
         ),
         "tree_kernels_ran": _every(measures, Arm.DDTREE, _tree_ran),
-        "greedy_output_stable": _stable(measures),
+        "greedy_output_stable": _stable(greedy),
         f"ddtree{HEADLINE_BUDGET}_over_dflash": _headline_ratio(measures, seed),
     }
 
@@ -57,9 +61,9 @@ def _every(measures: Sequence[Measures], arm: Arm, check: Callable[[Measures], b
 
 
 def _same_output(shadow: Measures, measures: Sequence[Measures]) -> bool | None:
-    """Token for token on every request that both answered; above temperature 0 outputs prove nothing."""
+    """Token for token on every request that both answered."""
     chain = baseline_for(shadow, measures, Arm.DFLASH)
-    if chain is None or shadow.cell.spec.temperature > 0:
+    if chain is None:
         return None
     ours, theirs = outputs_by_request(shadow.cell), outputs_by_request(chain.cell)
     common = ours.keys() & theirs.keys()
@@ -69,9 +73,7 @@ def _same_output(shadow: Measures, measures: Sequence[Measures]) -> bool | None:
 def _equals_ar(item: Measures) -> bool | None:
     """None as well where prompts are unknown and none is different: what was not compared proves nothing."""
     parity = item.parity(Arm.AR)
-    if parity is None or item.cell.spec.temperature > 0:
-        return None
-    return shown(parity)
+    return None if parity is None else shown(parity)
 
 
 def _near_ties(measures: Sequence[Measures]) -> int | None:
@@ -94,16 +96,10 @@ def _tree_ran(item: Measures) -> bool | None:
     return all(row.tree_steps for row in rows)
 
 
-def _stable(measures: Sequence[Measures]) -> bool | None:
+def _stable(greedy: Sequence[Measures]) -> bool | None:
     """In float32 only: in bf16 the batch that a request happens to share may flip a near-tie."""
-    greedy = [
-        item
-        for item in measures
-        if item.cell.spec.temperature == 0
-        and item.cell.spec.repeats > 1
-        and item.cell.spec.dtype == "float32"
-    ]
-    return all(item.unstable == 0 for item in greedy) if greedy else None
+    repeated = [item for item in greedy if item.cell.spec.repeats > 1 and item.cell.spec.dtype == "float32"]
+    return all(item.unstable == 0 for item in repeated) if repeated else None
 
 
 def _headline_ratio(measures: Sequence[Measures], seed: int) -> dict[str, float | int | None] | None:

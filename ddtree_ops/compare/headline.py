@@ -109,9 +109,39 @@ def _claim(analysis: Analysis, metric: Metric, cell: Cell, answer: Answer, ratio
 
 def _nothing(analysis: Analysis) -> str:
     arms = {item.cell.arm for item in analysis.measures}
+    if Arm.DDTREE in arms and Arm.DFLASH not in arms and Arm.AR in arms:
+        return _beside_plain_decoding(analysis)
     if Arm.DDTREE not in arms or Arm.DFLASH not in arms:
         return "This run does not compare ddtree with dflash: both arms are needed for that."
     return f"No verdict on ddtree against dflash: {'; '.join(_reasons(_of_trees(analysis)))}."
+
+
+def _beside_plain_decoding(analysis: Analysis) -> str:
+    """Every tree at the first load, none picked: without dflash there is no best budget to judge."""
+    metric = Metric.ACCEPT_LENGTH if analysis.on_cpu_engine else Metric.TOKENS_PER_SECOND
+    first = analysis.results.loads()[0]
+    verdicts = [
+        verdict
+        for verdict in analysis.verdicts
+        if verdict.cell.arm is Arm.DDTREE
+        and verdict.baseline is Arm.AR
+        and verdict.metric is metric
+        and verdict.cell.load == first
+    ]
+    where = f" at {first}" if len(analysis.results.loads()) > 1 else ""
+    if not any(verdict.ratio for verdict in verdicts):
+        why = "; ".join(_reasons(verdicts)) or "no load that both were measured at"
+        return f"No verdict on ddtree against ar, and no dflash in this run{where}: {why}."
+    figures = [_beside(verdict, metric) for verdict in verdicts]
+    return f"Against plain decoding, {metric.words}{where}: {'; '.join(figures)}. No dflash in this run."
+
+
+def _beside(verdict: Verdict, metric: Metric) -> str:
+    label, ratio = verdict.cell.label, verdict.ratio
+    if ratio is None:
+        return f"{label}: no verdict"
+    ends = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{label} {ratio.value:.2f}{ends} times ar ({metric.word(verdict.answer)})"
 
 
 def _reasons(verdicts: Sequence[Verdict]) -> list[str]:

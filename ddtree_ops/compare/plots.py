@@ -120,13 +120,14 @@ def _accept_length_picture(here: Sequence[Measures], analysis: Analysis, suffix:
         legend(figure, theme)
         return figure
 
+    trust = " Shadow's estimate beside ddtree shows how far to trust logged trees." if shadows else ""
     named = [(item.cell.label, item.accept_length) for item in here if item.cell.arm is not Arm.SHADOW]
     named += [(f"{item.cell.label} (estimate)", item.shadow_estimate) for item in shadows]
     return Picture(
         f"accept-length{suffix}",
         "Accept length against budget",
         "Tokens that one pass of the target yields while decoding; ar is 1 by definition. Bars and the band: "
-        "95 % intervals over prompts. Shadow's estimate beside ddtree shows how far to trust logged trees.",
+        f"95 % intervals over prompts.{trust}",
         describe(named),
         draw,
     )

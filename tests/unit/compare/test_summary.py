@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,31 @@ def test_one_wrong_prompt_fails_the_claim_however_few_were_compared(tmp_path: Pa
     summary = build_summary(path)
     assert summary["checks"]["ddtree_equals_ar"] is False
     assert "output differs from ar on 1 of 10 prompts; not compared with ar on 6 of 10" in summary["headline"]
+
+
+def test_answers_above_temperature_0_take_no_claim_back(tmp_path: Path) -> None:
+    arms = ("ar", "dflash", "ddtree")
+    both = build_summary(make_store(tmp_path / "a", arms=arms, temperatures=(0.0, 0.7), budgets=(31,)))
+    assert both["checks"]["ddtree_equals_ar"] is True
+    warm = build_summary(make_store(tmp_path / "b", arms=arms, temperatures=(0.7,), budgets=(31,)))
+    assert warm["checks"]["ddtree_equals_ar"] is None
+    assert warm["checks"]["shadow_equals_dflash"] is None
+
+
+def test_a_run_without_dflash_gives_every_tree_against_plain_decoding(tmp_path: Path) -> None:
+    plan = {"arms": ("ar", "ddtree"), "budgets": (15, 31), "engine": "sglang"}
+    said = build_summary(make_store(tmp_path / "a", **plan))["headline"]
+    assert re.match(
+        r"Against plain decoding, tokens per second: ddtree 15 \d\.\d\d \[.*\] times ar \(faster\); "
+        r"ddtree 31 \d\.\d\d \[.*\] times ar \(faster\)\. No dflash in this run\.$",
+        said,
+    )
+    unasked = dict.fromkeys([("ddtree", 15), ("ddtree", 31)], 6)
+    said = build_summary(make_store(tmp_path / "b", **plan, unasked=unasked))["headline"]
+    assert said == (
+        "No verdict on ddtree against ar, and no dflash in this run: "
+        "ddtree 15, ddtree 31: not compared with ar on 6 of 10 prompts (ar was not asked)."
+    )
 
 
 def test_leaking_output_that_nobody_compared_is_not_called_caught(tmp_path: Path) -> None:
