@@ -11,10 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddtree_ops.schemas.arms import Arm, Builder
-from ddtree_ops.schemas.results import CellSpec, Gate, GateStatus, Parity, RequestRow, RequestStatus
+from ddtree_ops.schemas.results import CardUse, CellSpec, Gate, GateStatus, Parity, RequestRow, RequestStatus
+from ddtree_ops.services.cards import faults
 
 NEAR_TIE_SHARE = 0.02
 DEFAULT_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What a cell's GPUs did while they answered it, and what is not known of that, with the reason."""
+
+    found: list[CardUse] | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Evidence:
     complaint   what its server said at the end that differs from what was asked
     block       F, the drafter's block with its root: a spine has F-1 nodes
     totals      how its server's totals grew meanwhile; only for servers that count for all requests together
+    cards       what its GPUs did
     """
 
     spec: CellSpec
@@ -36,6 +46,7 @@ class Evidence:
     complaint: str | None = None
     block: int = DEFAULT_BLOCK
     totals: Mapping[str, int] | None = None
+    cards: Uses = Uses()
 
     @property
     def good(self) -> list[RequestRow]:
@@ -209,6 +220,19 @@ def _shadow_equals_dflash(evidence: Evidence) -> Gate | None:
     return _at_most("shadow-equals-dflash", wrong, 0, "outputs that differ")
 
 
+def _throttled(evidence: Evidence) -> Gate | None:
+    """A card that held its clocks down for heat or a fault measures that, not the arm."""
+    gpus = any(row.replica is not None and row.replica.gpus for row in evidence.rows)
+    if evidence.cards.found is None:
+        if not gpus:
+            return None
+        return Gate(id="throttled", status=GateStatus.SKIP, detail=f"not sampled: {evidence.cards.missing}")
+    if not any(use.reasons_known for use in evidence.cards.found):
+        return Gate(id="throttled", status=GateStatus.SKIP, detail="the cards do not say")
+    bad = faults(evidence.cards.found)
+    return _at_most("throttled", len(bad), 0, "; ".join(bad))
+
+
 def _at_most(gate_id: str, value: float, limit: float, detail: str) -> Gate:
     status = GateStatus.PASS if value <= limit else GateStatus.FAIL
     return Gate(id=gate_id, status=status, value=value, limit=limit, detail=detail)
@@ -227,4 +251,5 @@ GATES: tuple[Callable[[Evidence], Gate | None], ...] = (
     _steps_below_spine,
     _empty,
     _loops,
+    _throttled,
 )

@@ -19,7 +19,7 @@ import aiohttp
 
 from ddtree_ops.bench.client import new_session
 from ddtree_ops.bench.crew import Crew
-from ddtree_ops.bench.gates import DEFAULT_BLOCK, Evidence, judge
+from ddtree_ops.bench.gates import DEFAULT_BLOCK, Evidence, Uses, judge
 from ddtree_ops.bench.load import Loader, server_info, target_probe
 from ddtree_ops.bench.parity import compare
 from ddtree_ops.bench.plan import Block, Plan, PlannedCell, cell_name
@@ -37,6 +37,7 @@ from ddtree_ops.schemas.results import (
     RunRecord,
 )
 from ddtree_ops.services.base import Launcher, Service
+from ddtree_ops.services.cards import CardSampler, card_uses
 from ddtree_ops.services.readiness import not_as_asked
 from ddtree_ops.services.rotation import Mover
 
@@ -68,12 +69,14 @@ def run_sweep(
     out: Output,
     *,
     mover: Mover | None = None,
+    cards: CardSampler | None = None,
     retry_failed: bool = False,
 ) -> SweepOutcome:
     """Measure what is not sealed yet and seal it.
 
     launcher_for   run id -> launcher, so that logs lie with their run
     mover          for a plan with a rotation
+    cards          looks at the services' GPUs while they are loaded
     retry_failed   measure cells again that are sealed as failed or invalid; their old records are set aside
     Raises JobFailed when a service does not start, BadEnvironment when the store cannot be written or is in
     use, Interrupted on Ctrl-C and SIGTERM. Cells that fail are sealed as such and do not stop the others.
@@ -85,7 +88,7 @@ def run_sweep(
                 if record.state is not CellState.COMPLETE:
                     store.set_aside(key)
                     del sealed[key]
-        runner = SweepRunner(plan, store, launcher_for, environment, out, sealed, mover=mover)
+        runner = SweepRunner(plan, store, launcher_for, environment, out, sealed, mover=mover, cards=cards)
         try:
             with _terminate_like_interrupt():
                 return asyncio.run(runner.run())
@@ -110,6 +113,7 @@ class SweepRunner:
         sealed: dict[str, CellRecord],
         *,
         mover: Mover | None = None,
+        cards: CardSampler | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,6 +127,7 @@ class SweepRunner:
         self._clock = clock
         self._run_id = store.new_run_id(now().strftime("%Y%m%dT%H%M%SZ"), plan.sweep.name)
         self._crew = Crew(plan, launcher_for(self._run_id), mover, out)
+        self._cards = cards
         self._begun: dict[str, Progress] = {}
 
     async def run(self) -> SweepOutcome:
@@ -136,8 +141,12 @@ class SweepRunner:
             )
         try:
             if self._pending(self._plan.cells):
+                if self._cards is not None:
+                    self._cards.start()
                 await self._measure()
         finally:
+            if self._cards is not None:
+                self._cards.stop()
             self._crew.stop()
         run = run.model_copy(update={"ended": self._stamp(), "seconds": round(self._clock() - begun, 3)})
         self._store.write_run(run)
@@ -245,6 +254,7 @@ class SweepRunner:
                 complaints.get(name),
                 width,
                 progress.totals,
+                Uses(*card_uses(progress.rows, self._cards)),
             )
             self._seal(progress, evidence)
 
@@ -301,6 +311,8 @@ class SweepRunner:
             parity=list(evidence.parity),
             gates=gates,
             server=self._crew.info.get(cell.service.name, {}),
+            cards=evidence.cards.found,
+            cards_missing=evidence.cards.missing,
         )
         logs = {f"{name}.log": text for name, text in progress.logs.items() if text}
         self._sealed[cell.key] = self._store.seal(record, progress.rows, logs)

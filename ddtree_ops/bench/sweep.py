@@ -23,6 +23,7 @@ from ddtree_ops.schemas.results import CellRecord, Environment, RequestStatus
 from ddtree_ops.schemas.sweep import ClusterEngine, LocalEngine, Sweep
 from ddtree_ops.services.argv import find_models, local_services
 from ddtree_ops.services.base import Launcher, ServiceSpec
+from ddtree_ops.services.cards import CardSampler
 from ddtree_ops.services.discover import external_services
 from ddtree_ops.services.external import ExternalLauncher
 from ddtree_ops.services.local import LocalLauncher
@@ -45,6 +46,7 @@ class Attached:
     sweep        with the cluster's arms where it named none
     fingerprint  of the hosts and cards that serve
     close        lets go of the hosts; the services stay as they are
+    cards        looks at the GPUs of the services; null where none is known
     rotation     where services will be, and `mover` what brings them there; null where they stay
     """
 
@@ -55,6 +57,7 @@ class Attached:
     close: Callable[[], None]
     rotation: Rotation | None = None
     mover: Mover | None = None
+    cards: CardSampler | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def execute(
         prepared.environment,
         out,
         mover=prepared.attached.mover if prepared.attached else None,
+        cards=prepared.attached.cards if prepared.attached else None,
         retry_failed=retry_failed,
     )
     return store, outcome

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddtree_ops.schemas.results import ReplicaAt, RequestRow, RequestStatus
+from ddtree_ops.services.cards import merged
 
 Span = tuple[float, float]
 
@@ -61,7 +62,7 @@ def throughput_of(rows: Sequence[RequestRow]) -> Throughput:
         at=at,
         requests=len(rows),
         tokens=sum(row.completion_tokens for row in good),
-        busy_s=_length(_merged(_spans(rows))),
+        busy_s=_length(_spans(rows)),
         request_s=sum(row.e2e_s or 0.0 for row in rows),
     )
 
@@ -83,7 +84,7 @@ def share_together(rows: Iterable[RequestRow]) -> float | None:
         by_number[row.number].append(row)
     if len(by_number) < 2:
         return None
-    spans = [_merged(_spans(some)) for some in by_number.values()]
+    spans = [_spans(some) for some in by_number.values()]
     changes = sorted(
         (at, change) for some in spans for begin, end in some for at, change in ((begin, 1), (end, -1))
     )
@@ -97,18 +98,7 @@ def share_together(rows: Iterable[RequestRow]) -> float | None:
 
 
 def _spans(rows: Iterable[RequestRow]) -> list[Span]:
-    return sorted((row.sent_at, row.sent_at + row.e2e_s) for row in rows if row.e2e_s)
-
-
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Sorted spans without overlaps."""
-    merged: list[Span] = []
-    for begin, end in spans:
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
+    return merged((row.sent_at, row.sent_at + row.e2e_s) for row in rows if row.e2e_s)
 
 
 def _length(spans: Iterable[Span]) -> float:

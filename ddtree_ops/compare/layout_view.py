@@ -15,8 +15,9 @@ from ddtree_ops.compare.drawing import WIDTH_IN, Picture, bars, describe, room, 
 from ddtree_ops.compare.layouts import HostRate
 from ddtree_ops.compare.load import Load
 from ddtree_ops.compare.statistics import Interval
+from ddtree_ops.compare.table import DASH, Table
 from ddtree_ops.compare.theme import MARKS, Theme
-from ddtree_ops.compare.view import DASH, Table, interval
+from ddtree_ops.compare.view import interval
 from ddtree_ops.services.rotation import short_place
 
 

@@ -86,6 +86,7 @@ def cells_csv(analysis: Analysis) -> pd.DataFrame:
     """One row a cell: its figures with intervals, parity counts and counters, flattened."""
     rows = []
     for cell in summarise(analysis)["cells"]:
+        cell.pop("cards")  # several rows a cell: summary.json has them
         rows.append(_flat(cell))
     return pd.DataFrame(rows)
 

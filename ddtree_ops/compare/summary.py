@@ -89,7 +89,7 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
 
 
 def _cell(item: Measures) -> dict[str, Any]:
-    cell = item.cell
+    cell, record = item.cell, item.cell.record
     return {
         "arm": cell.arm.value,
         "budget": cell.budget,
@@ -108,6 +108,8 @@ def _cell(item: Measures) -> dict[str, Any]:
         "parity": _parity(item),
         "gates": _gates(item),
         "stage_ms_per_step": item.stage_ms,
+        "cards": None if record.cards is None else [use.model_dump(mode="json") for use in record.cards],
+        "cards_missing": record.cards_missing,
     }
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from ddtree_ops.compare.ablation import Leak, ShadowBias, leaks, shadow_biases
 from ddtree_ops.compare.analysis import SEED, Analysis
+from ddtree_ops.compare.card_view import cards_notes, cards_table
 from ddtree_ops.compare.checks import Check
 from ddtree_ops.compare.floor import Floor
 from ddtree_ops.compare.frames import by_position
@@ -20,12 +21,11 @@ from ddtree_ops.compare.load import Load
 from ddtree_ops.compare.measures import STAGES, Measures, Quantiles
 from ddtree_ops.compare.parity import prompts_of
 from ddtree_ops.compare.statistics import Interval
+from ddtree_ops.compare.table import DASH, Table
 from ddtree_ops.compare.verdicts import BASELINES, Answer, BestBudget, Metric, Verdict
 from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.schemas.results import CellSpec, Environment, Gate, GateStatus, ParityFinding
 from ddtree_ops.services.rotation import short_place
-
-DASH = "–"
 
 CHECK_TEXTS = {
     "all_cells_complete": "Every planned cell is sealed and complete",
@@ -39,16 +39,6 @@ CHECK_TEXTS = {
 }
 
 ANSWER_MARKS = {Answer.FASTER: "▲", Answer.SLOWER: "▼", Answer.CANT_TELL: "≈", Answer.NO_VERDICT: "○"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text. ``left`` names the columns that hold words, the others hold numbers."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: frozenset[int] = frozenset({0})
 
 
 @dataclass(frozen=True)
@@ -84,6 +74,8 @@ class LoadView:
     stages: Table | None
     latency: Table | None
     positions: Table | None
+    cards: Table | None
+    cards_notes: tuple[str, ...]
     unsafe: Table | None
     gates: Table | None
 
@@ -127,6 +119,8 @@ def _load(analysis: Analysis, load: Load) -> LoadView:
         stages=_stage_table(here),
         latency=_latency_table(here),
         positions=_positions_table(here),
+        cards=cards_table(here),
+        cards_notes=tuple(cards_notes(here)),
         unsafe=_unsafe_table(leaky) if leaky else None,
         gates=_gates_table(here),
     )

@@ -137,6 +137,22 @@ class HostLink:
             return done.stdout
         return None
 
+    def stream(self, command: str) -> subprocess.Popen[str]:
+        """A shell command on the host that goes on until it ends or is killed here; its lines as they come.
+
+        What it says on standard error is among them. Raises HostUnreachable.
+        """
+        argv = ["sh", "-c", command] if self.target.local else self._connected().stream_argv(command)
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
     def close(self) -> None:
         """End ssh and remove its sockets; harmless when repeated. A closed link does not connect again."""
         self._closed = True  # ends the tries of a thread that is connecting, which holds the lock

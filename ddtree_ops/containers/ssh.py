@@ -189,6 +189,10 @@ class SshSession:
             return None
         return done.stdout if done.returncode == 0 else None
 
+    def stream_argv(self, command: str) -> list[str]:
+        """What runs a shell command on the host over this connection."""
+        return [*self._mux(), "--", self._target.address, command]
+
     def lost(self) -> HostUnreachable | BadEnvironment:
         """Why there is no connection, from what ssh said last."""
         with suppress(subprocess.TimeoutExpired):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import HttpUrl
 
 from ddtree_ops.bench.sweep import Attached
+from ddtree_ops.containers.card_watch import CardWatch
+from ddtree_ops.containers.connection import HostLink
 from ddtree_ops.containers.found import Found
 from ddtree_ops.containers.service import ContainerLauncher, Place
 from ddtree_ops.deploy.layout import Replica
@@ -80,8 +82,15 @@ def attach(sweep: Sweep, engine: ClusterEngine, *, note: Note) -> Attached:
             images = {name: some[0].found.image for name, some in serving.items()}
             mover = ClusterMover(session, rotation, measured, images)
         close = stack.pop_all().close
-        return Attached(sweep, specs, launcher, _fingerprint(session), close, rotation, mover)
+        cards_watch = watch_cards(session.links, [one for some in serving.values() for one in some])
+        return Attached(sweep, specs, launcher, _fingerprint(session), close, rotation, mover, cards_watch)
     raise AssertionError("not reached")
+
+
+def watch_cards(links: Mapping[str, HostLink], serving: Iterable[Serving]) -> CardWatch | None:
+    """Who looks at the replicas' GPUs, on the hosts where they are; null where no replica has one."""
+    hosts = {one.at.host for one in serving if one.at.gpus}
+    return CardWatch({host: links[host] for host in sorted(hosts)}) if hosts else None
 
 
 def _with_arms(sweep: Sweep, session: ClusterSession) -> Sweep:

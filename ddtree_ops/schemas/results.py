@@ -240,6 +240,28 @@ class CellState(StrEnum):
     INVALID = "invalid"  # numbers exist but must not be used
 
 
+class CardUse(Record):
+    """What one GPU did while it answered requests of a cell. Null: the card does not say."""
+
+    host: str
+    gpu: str = Field(description="UUID")
+    card: int | None = Field(None, description="its index on the host")
+    samples: int = Field(description="samples that fell into its requests")
+    requests: int = Field(description="requests of the cell that it answered")
+    requests_before: int = Field(
+        0, description="of these, over before anybody looked: those of an interrupted sweep"
+    )
+    utilization: float | None = Field(None, description="percent, mean")
+    power_w: float | None = Field(None, description="mean")
+    power_max_w: float | None = None
+    sm_clock_mhz: float | None = Field(None, description="mean")
+    sm_clock_min_mhz: float | None = None
+    temperature_max_c: float | None = None
+    memory_max_mib: float | None = None
+    slowed: dict[str, int] = Field({}, description="samples by why the card held its clocks down")
+    reasons_known: bool = Field(description="false: the card does not say whether it was slowed down")
+
+
 class CellRecord(Record):
     """A sealed cell."""
 
@@ -257,6 +279,8 @@ class CellRecord(Record):
     parity: list[Parity] = []
     gates: list[Gate] = []
     server: dict[str, Any] = Field({}, description="allow-listed fields of /server_info")
+    cards: list[CardUse] | None = Field(None, description="by GPU; null: not sampled")
+    cards_missing: str | None = Field(None, description="why not")
 
 
 class Environment(Record):

@@ -20,6 +20,7 @@ from ddtree_ops.containers.ssh import SshTarget
 
 PORT = 2222
 START_S = 60.0
+STANDARD_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: Hosts of one process have names and networks of their own: a fixture may outlive the test that made it.
 COUNT = itertools.count()
 NETWORKS = ipaddress.IPv4Network("10.233.0.0/16")
@@ -39,6 +40,11 @@ class NetnsHost:
     def temporary(self) -> Path:
         """What the host takes for /tmp: its own, where others leave nothing."""
         return self.folder / "tmp"
+
+    @property
+    def programs(self) -> Path:
+        """First in the PATH of who logs in: a place for stand-ins of what the host lacks."""
+        return self.folder / "bin"
 
     def target(self, **changes: object) -> SshTarget:
         options: dict[str, object] = {
@@ -140,7 +146,7 @@ def _write_keys(host: NetnsHost) -> None:
         f"Port {PORT}\nListenAddress {host.address}\nHostKey {folder}/host_key\nPidFile none\n"
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
         "PasswordAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\n"
-        f"SetEnv TMPDIR={host.temporary}\n"
+        f"SetEnv TMPDIR={host.temporary} PATH={host.programs}:{STANDARD_PATH}\n"
     )
 
 
