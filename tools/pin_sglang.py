@@ -80,6 +80,16 @@ sglang.srt.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend
 sglang.srt.layers.attention.linear.gdn_backend:GDNKernelDispatcher
 sglang.srt.layers.attention.linear.gdn_backend:GDNAttnBackend
 sglang.srt.layers.sampler:multinomial_with_seed
+sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_penalties
+sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.copy_for_forward
+sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo._apply_pre_grammar_logits_transforms
+sglang.srt.sampling.penaltylib.frequency_penalty:BatchedFrequencyPenalizer
+sglang.srt.sampling.penaltylib.presence_penalty:BatchedPresencePenalizer
+sglang.srt.sampling.penaltylib.repetition_penalty:BatchedRepetitionPenalizer
+sglang.srt.sampling.penaltylib.repetition_penalty:apply_scaling_penalties
+sglang.srt.sampling.penaltylib.min_new_tokens:BatchedMinNewTokensPenalizer
+sglang.srt.managers.scheduler:Scheduler._forward_isolation
+sglang.srt.managers.schedule_batch:Req.reset_for_retract
 sglang.kernels.ops.mamba.causal_conv1d_triton:causal_conv1d_update
 sglang.kernels.ops.mamba.causal_conv1d_triton:_causal_conv1d_update_kernel
 sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent:fused_sigmoid_gating_delta_rule_update

@@ -92,13 +92,17 @@ def dummy_verify_input(
 def sample(
     original: Original, verify_input: Any, batch: Any, logits_output: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Above T=0, sample every node from its own row and walk; greedy batches take the stock way."""
+    """Penalties by path; above T=0, sample every node from its own row and walk, else go the stock way."""
     from ddtree_engine.sglang_plugin import sampling
     from ddtree_engine.sglang_plugin.inputs import DDTreeVerifyInput
 
-    ours = isinstance(verify_input, DDTreeVerifyInput) and not batch.forward_mode.is_idle()
-    if not ours or batch.sampling_info.is_all_greedy:
+    if not isinstance(verify_input, DDTreeVerifyInput) or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, *rest, **options)
+    if verify_input.penalties is not None:
+        verify_input.penalties.apply(logits_output.next_token_logits)
+    if batch.sampling_info.is_all_greedy:
+        with sampling.without_stock_penalties(batch.sampling_info):
+            return original(verify_input, batch, logits_output, *rest, **options)
     grammar_mask = rest[0] if rest else options.get("grammar_mask")
     return sampling.sample_and_walk(verify_input, batch, logits_output, grammar_mask)
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ddtree_engine.sglang_plugin.penalties import StepPenalties
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -14,7 +15,12 @@ from torch import Tensor
 
 @dataclass
 class DDTreeVerifyInput(EagleVerifyInput):  # type: ignore[misc]
-    """A tree of Q nodes per request; its type is how hooks know that a verify pass is ours."""
+    """A tree of Q nodes per request; its type is how hooks know that a verify pass is ours.
+
+    penalties  None when no request of the batch asks for any
+    """
+
+    penalties: StepPenalties | None = None
 
 
 @dataclass
@@ -22,9 +28,7 @@ class DDTreeDraftInput(DFlashDraftInputV2):  # type: ignore[misc]
     """The bonus token and length that a step hands to the next one."""
 
     def prepare_for_decode(self, batch: Any) -> None:
-        """Reserve the step's KV slots and bring the penalties up to date, which DFLASH leaves out."""
-        if batch.sampling_info.penalizer_orchestrator.is_required:
-            batch.cumulate_penalty_output_tokens()
+        """Reserve the step's KV slots."""
         with _reserving_for_drafter():
             super().prepare_for_decode(batch)
 

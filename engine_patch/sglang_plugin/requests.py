@@ -6,6 +6,7 @@ from typing import Any
 
 from ddtree_engine.sglang_plugin.config import AUTO, VARIABLE, Config, Mode
 from ddtree_engine.sglang_plugin.names import ALGORITHM
+from ddtree_engine.sglang_plugin.penalties import asked
 
 BUDGET = "ddtree_budget"
 CUSTOM_KEYS = (BUDGET, "ddtree_builder", "ddtree_return_steps")
@@ -28,7 +29,7 @@ def refusal(request: Any, config: Config) -> str | None:
                 f"fixed at start ({_fixed_by(config)})"
             )
     if config.mode is Mode.SHADOW:
-        return None
+        return _ignored_refusal(request)
     if getattr(request, "return_sampling_mask", False):
         return f"return_sampling_mask: found true, allowed with {ALGORITHM} is false"
     if getattr(request, "custom_logit_processor", None):
@@ -40,6 +41,16 @@ def asked_budget(request: Any) -> Any:
     """What an admitted `Req` asks for: a budget, auto, or None."""
     custom = getattr(request.sampling_params, "custom_params", None)
     return custom.get(BUDGET) if isinstance(custom, dict) else None
+
+
+def _ignored_refusal(request: Any) -> str | None:
+    for name, value in asked(request).named.items():
+        allowed = 1 if name == "repetition_penalty" else 0
+        return (
+            f"{name}: found {value}, allowed in mode {Mode.SHADOW} is {allowed}: DFLASH, which serves there, "
+            "ignores it without a word"
+        )
+    return None
 
 
 def _budget_refusal(found: Any, config: Config) -> str | None:

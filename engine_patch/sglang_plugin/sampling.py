@@ -8,6 +8,8 @@ uses, arXiv 2604.12989). Temperature, top-k, top-p and min-p act on a row as in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,10 +79,7 @@ def _seeded_choice(
 def sample_and_walk(
     verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """SGLang's (predict int32[N*Q], accept_lens int32[N], accept_index int32[N, D]) for a sampled batch.
-
-    Penalties are those of the step's start for all nodes, as in SGLang's own tree verify.
-    """
+    """SGLang's (predict int32[N*Q], accept_lens int32[N], accept_index int32[N, D]) for a sampled batch."""
     from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
     from sglang.srt.runtime_context import get_parallel
 
@@ -127,14 +126,20 @@ def sample_and_walk(
 
 
 def adjust_logits(logits: Tensor, info: Any, width: int, grammar_mask: Any) -> None:
-    """Apply a request's penalties and bias to all of its Q rows, and the grammar per node, in place."""
-    rows = logits.view(-1, width, logits.shape[-1])
-    if info.acc_additive_penalties is not None:
-        rows += info.acc_additive_penalties[:, None]
-    if info.acc_scaling_penalties is not None:
-        scale = info.acc_scaling_penalties[:, None]
-        rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
+    """Apply a request's bias to all of its Q rows, and the grammar per node, in place."""
     if info.logit_bias is not None:
+        rows = logits.view(-1, width, logits.shape[-1])
         rows += info.logit_bias[:, None]
     if grammar_mask is not None:
         grammar_mask.apply(logits)
+
+
+@contextmanager
+def without_stock_penalties(info: Any) -> Iterator[None]:
+    """SGLang's own penalties, the same for all nodes and behind the output, are not added inside."""
+    saved = info.acc_additive_penalties, info.acc_scaling_penalties
+    info.acc_additive_penalties = info.acc_scaling_penalties = None
+    try:
+        yield
+    finally:
+        info.acc_additive_penalties, info.acc_scaling_penalties = saved

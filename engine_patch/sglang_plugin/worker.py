@@ -24,6 +24,7 @@ from ddtree_engine.sglang_plugin.errors import ArgumentError
 from ddtree_engine.sglang_plugin.inputs import DDTreeVerifyInput, draft_input
 from ddtree_engine.sglang_plugin.metrics import StageTimes, StepCounters, StepOutcome
 from ddtree_engine.sglang_plugin.names import MARKER
+from ddtree_engine.sglang_plugin.penalties import Penalties
 from ddtree_engine.sglang_plugin.tree_build import KernelTreeBuilder, TreeBatch, TreeBuilder, encode
 from ddtree_engine.sglang_plugin.watch import Watch
 from ddtree_engine.sglang_plugin.widths import Widths
@@ -70,6 +71,7 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self._tree_sampler: TreeDraftSampler | None = None
         self._positions: Tensor | None = None
         self._block_ids: Tensor | None = None
+        self._output_counts: Penalties | None = None
         self.self_check_report: dict[str, Any] | None = None
         self._seats: dict[str, Any] = facts(self.config, width=self.verify_width, block=self.block_width)
         self.counters = StepCounters(self.depth, self.device)
@@ -278,6 +280,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         )
         if stock:
             self.watch.batch = batch
+            if self.config.verifies_tree and not batch.forward_mode.is_idle():
+                self._penalties().prefill(batch)
             return super().forward_batch_generation(
                 batch,
                 on_publish=on_publish,
@@ -303,6 +307,7 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self.times.mark("draft")
 
         verify_input, plan = self.verify_input(batch, tree, host_lens)
+        verify_input.penalties = self._penalties().step(batch, tree, self.depth)
         batch.spec_info = verify_input
         with self._host_lens_of_verify(batch, host_lens):
             result = run_eagle_verify(
@@ -319,6 +324,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
                 finalize_tree_path=True,
                 grammar_barrier=grammar_barrier,
             )
+        if verify_input.penalties is not None:
+            verify_input.penalties.commit(result.accept_index)
         self.times.mark("verify")
         # Before the drafter's cache is written: from here on the scheduler may prepare the next step.
         if on_publish is not None:
@@ -333,6 +340,17 @@ class DDTreeWorkerV2(DFlashWorkerV2):  # type: ignore[misc]
         self.times.end_step()
         assert requests == len(result.accept_lens)
         return result
+
+    def _penalties(self) -> Penalties:
+        """Made at the first pass: the pools are not there when the worker is."""
+        if self._output_counts is None:
+            runner = self.model_runner
+            self._output_counts = Penalties(
+                slots=len(runner.req_to_token_pool.req_to_token),
+                vocabulary=int(runner.model_config.vocab_size),
+                device=self.device,
+            )
+        return self._output_counts
 
     def _make_next_draft_input_prefill(self, *, bonus_tokens: Tensor, seq_lens: Tensor) -> Any:
         """What a prefill hands to the first step; how much a step reserves depends on its type."""

@@ -198,7 +198,7 @@ def make_worker(runner, recorded, logits, width, builder=Builder.BEST_FIRST, top
     worker.draft_model_runner = SimpleNamespace(forward=draft, kv_index_translator=runner.kv_index_translator)
     worker.draft_parallel_layout = worker._draft_sampler = worker._draft_block_spec_info = None
     worker._mask_token_id, worker._noise_embed_scale = VOCABULARY - 1, 1.0
-    worker._block_ids = worker._positions = worker.widths = worker.chooser = None
+    worker._block_ids = worker._positions = worker.widths = worker.chooser = worker._output_counts = None
     tree_builder = TreeBuilder(BLOCK, topk, width - 1, builder, None, "cpu")
     worker._tree_sampler = TreeDraftSampler(
         Head(torch.eye(VOCABULARY), VOCABULARY, 0), tree_builder, BLOCK, requests
@@ -234,7 +234,9 @@ def make_batch(runner, width, temperature=None, mirrored=True):
         seq_lens_cpu=lens.clone() if mirrored else None,
         seq_lens_sum=int(lens.sum()) if mirrored else None,
         req_pool_indices=torch.arange(1, requests + 1),
-        reqs=[SimpleNamespace(rid=str(number)) for number in range(requests)],
+        reqs=[
+            make_request(str(number), *told) for number, told in enumerate(zip(PREFIXES, ROOTS, strict=True))
+        ],
         input_ids=None,
         out_cache_loc=None,
         device="cpu",
@@ -246,6 +248,20 @@ def make_batch(runner, width, temperature=None, mirrored=True):
         mamba_track_indices=None,
         can_run_decode_cuda_graph=True,
         spec_info=SimpleNamespace(bonus_tokens=torch.tensor(ROOTS), nxt_kv_lens_cpu=(lens + 2 * width).int()),
+    )
+
+
+def make_request(rid, prefix, root, **sampling):
+    """As much of a `Req` as a step reads, one token behind its prompt of `prefix` tokens."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return SimpleNamespace(
+        rid=rid,
+        sampling_params=SamplingParams(**sampling),
+        origin_input_ids=[0] * prefix,
+        output_ids=[root],
+        eos_token_ids=None,
+        tokenizer=None,
     )
 
 

@@ -243,7 +243,7 @@ def step(published, monkeypatch):
         batch = harness.make_batch(runner, widest)
         for request, budget in zip(batch.reqs, asked, strict=True):
             custom = None if budget is None else {"ddtree_budget": budget}
-            request.sampling_params = SimpleNamespace(custom_params=custom)
+            request.sampling_params.custom_params = custom
         if widths:
             worker.config = parse_config(json.dumps({"widths": widths, "topk": TOPK, **json.loads(config)}))
             worker.widths = Widths(worker, tuple(widths), worker.times)

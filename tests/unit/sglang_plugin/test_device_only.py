@@ -12,6 +12,7 @@ import torch
 from ddtree_engine.sglang_plugin import sampling
 from ddtree_engine.sglang_plugin.draft_sampler import Head, TreeDraftSampler
 from ddtree_engine.sglang_plugin.metrics import StepCounters, StepOutcome
+from ddtree_engine.sglang_plugin.penalties import Penalties
 from ddtree_engine.sglang_plugin.tree_build import TreeBuilder, encode
 from ddtree_engine.tree.build import Builder
 from ddtree_engine.tree.calibration import Calibration, EdgeTable
@@ -66,11 +67,42 @@ def test_the_counters_of_a_step(sampled):
     assert (chain.device.type, chain.dtype) == ("meta", torch.int32)
 
 
-def test_sampling_every_node_with_all_filters_penalties_and_a_bias():
+def test_penalties_of_every_node_and_their_counting(sampled):
+    tree = sampled(Builder.BEST_FIRST).trees(REQUESTS)
+    parameters = SimpleNamespace(
+        frequency_penalty=0.5,
+        presence_penalty=1.5,
+        repetition_penalty=1.1,
+        min_new_tokens=30,
+        stop_token_ids=[3, 4],
+    )
+    requests = [
+        SimpleNamespace(
+            sampling_params=parameters,
+            origin_input_ids=[1, 2],
+            output_ids=[5] * row,
+            kv=SimpleNamespace(req_pool_idx=row),
+            eos_token_ids={2},
+            tokenizer=None,
+        )
+        for row in range(REQUESTS)
+    ]
+    wide = (empty(REQUESTS, VOCABULARY), empty(REQUESTS, VOCABULARY))
+    info = SimpleNamespace(acc_additive_penalties=wide[0], acc_scaling_penalties=wide[1])
+    batch = SimpleNamespace(
+        reqs=requests, sampling_info=info, seq_lens=ints(REQUESTS), req_pool_indices=ints(REQUESTS)
+    )
+    penalties = Penalties(REQUESTS, VOCABULARY, "meta")
+    penalties.prefill(batch)
+    for step in (penalties.step(batch, tree, BLOCK), penalties.step(batch, tree.first(WIDTH // 2), BLOCK)):
+        step.apply(empty(step.tree.tokens.numel(), VOCABULARY))
+        step.commit(ints(REQUESTS, BLOCK, dtype=torch.int32))
+
+
+def test_sampling_every_node_with_all_filters_and_a_bias():
     rows = REQUESTS * WIDTH
     logits = empty(rows, VOCABULARY, dtype=torch.bfloat16)
-    wide = empty(REQUESTS, VOCABULARY)
-    info = SimpleNamespace(acc_additive_penalties=wide, acc_scaling_penalties=wide, logit_bias=wide)
+    info = SimpleNamespace(logit_bias=empty(REQUESTS, VOCABULARY))
     sampling.adjust_logits(logits, info, WIDTH, None)
     filters = {"top_ks": ints(rows, dtype=torch.int32), "top_ps": empty(rows), "min_ps": empty(rows)}
     for most in (None, 20):

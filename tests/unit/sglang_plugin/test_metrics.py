@@ -182,6 +182,9 @@ def test_the_watch_logs_steps_and_closes_requests_after_their_last_step(tmp_path
 
 class _Parameters:
     custom_params = None
+    frequency_penalty = presence_penalty = 0.0
+    repetition_penalty = 1.0
+    min_new_tokens = 0
 
 
 class _Request:
