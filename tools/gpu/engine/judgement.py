@@ -17,7 +17,9 @@ ASKED = 8
 # Plain decoding, and the mark of arms of the same numbers: it stays up and answers about ties.
 REFEREES = {"ar": "", "ar-tp2": "tp2", "ar-fp8": "fp8", "ar-kv8": "kv8"}
 # Workloads whose answers are compared.
-COMPARED = ("greedy", "cache", "lengths", "batches", "padded", "load", "widths")
+COMPARED = ("greedy", "cache", "lengths", "batches", "padded", "load", "widths", "features")
+# Cases of `features` whose text should be plain decoding's: at T=0, or as near to it as makes no difference.
+FEATURES = ("logit_bias", "stop", "stop_token_ids", "logprobs", "min_p, near zero temperature")
 # Arms that others are compared with.
 REFERENCES = (*REFEREES, "dflash")
 
@@ -50,7 +52,21 @@ def comparisons(context: Context) -> Iterator[tuple[str, int, list[int], list[in
                 number = problem["prompt"]
                 mine, theirs = problem["problem"]["output_ids"], loaded["expected"][number]
                 yield f"{arm} load", number, loaded["prefixes"][number], mine, theirs
+    yield from features(context)
     yield from widths.comparisons(context.results, context.prompts)
+
+
+def features(context: Context) -> Iterator[tuple[str, int, list[int], list[int], list[int]]]:
+    """As `comparisons`, of the answers under sampling parameters."""
+    theirs = context.results.get("ar", {}).get("features")
+    for arm, runs in context.results.items():
+        mine = runs.get("features")
+        if arm == "ar" or not mine or not theirs:
+            continue
+        for case in FEATURES:
+            for number, (one, other) in enumerate(zip(mine[case], theirs[case], strict=True)):
+                where = f"{arm} features {case}"
+                yield where, number, context.prompts[number], one["output_ids"], other["output_ids"]
 
 
 def comparable(arm: str, reference: str) -> bool:
