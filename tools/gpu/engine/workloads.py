@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from engine import penalties
 from engine.checkpoints import images, long
 from engine.host import Context
 from engine.servers import Server
@@ -312,12 +313,9 @@ def draws(context: Context, server: Server) -> Any:
 
 
 def features(context: Context, server: Server) -> Any:
-    """Penalties, logit bias, logprobs and stop strings at T=0, to be compared between arms."""
+    """Logit bias, logprobs and stop strings at T=0, to be compared between arms; penalties, judged alone."""
     bias = {str(context.prompts[0][3]): -100.0}
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "frequency_penalty": ({"frequency_penalty": 1.0}, {}),
-        "presence_penalty": ({"presence_penalty": 1.5}, {}),
-        "repetition_penalty": ({"repetition_penalty": 1.3}, {}),
         "logit_bias": ({"logit_bias": bias}, {}),
         "stop": ({"stop": ["return", "\n\n"], "ignore_eos": False}, {}),
         "stop_token_ids": ({"stop_token_ids": [context.prompts[1][5]], "ignore_eos": False}, {}),
@@ -327,6 +325,26 @@ def features(context: Context, server: Server) -> Any:
     rows: dict[str, Any] = {}
     for name, (sampling, more) in cases.items():
         rows[name] = [server.generate(ids, 40, sampling=sampling, **more) for ids in context.prompts[:4]]
+    rows["penalties"] = penalised(context, server)
+    return rows
+
+
+def penalised(context: Context, server: Server) -> list[dict[str, Any]]:
+    """Every case of penalties with four prompts, two of them alone and then all at once."""
+    prompts = context.prompts[:4]
+    # What an answer says most often ends it, where a shortest length is asked for.
+    answers = [server.generate(ids, penalties.TOKENS)["output_ids"] for ids in prompts]
+    stops = [Counter(output).most_common(1)[0][0] for output in answers]
+    ends = penalties.end_tokens(context.pair_of(server.arm) / "target")
+    pairs = [(case, number) for case in penalties.CASES for number in range(len(prompts))]
+
+    def ask(pair: tuple[str, int]) -> dict[str, Any]:
+        case, number = pair
+        return {"prompt": number, **penalties.ask(server, case, prompts[number], stops[number], ends)}
+
+    rows = [ask(pair) | {"together": False} for pair in pairs if pair[1] < 2]
+    rows += [row | {"together": True} for row in at_once(ask, pairs)]
+    print(f"  {server.name}.features: penalised tokens {penalties.summary(rows, noise=0.0)}", flush=True)
     return rows
 
 
@@ -347,6 +365,9 @@ def refusals(context: Context, server: Server) -> Any:
         "ddtree_budget": {"sampling_params": {"custom_params": {"ddtree_budget": 7}, "max_new_tokens": 4}},
         "return_hidden_states": {"return_hidden_states": True, "sampling_params": {"max_new_tokens": 4}},
     }
+    if (server.arm.config or {}).get("mode") == "shadow":
+        for case, sampling in penalties.CASES.items():
+            bodies[case] = {"sampling_params": {"max_new_tokens": 20, **sampling}}
     rows = {}
     for name, body in bodies.items():
         try:
