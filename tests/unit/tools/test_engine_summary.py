@@ -44,7 +44,7 @@ def test_gates_that_hold_fail_and_did_not_run(raw):
     document, missing = summary.summarise(answers.Raw(raw))
     verdicts = {gate["id"]: answers.verdict(gate).strip() for gate in document["gates"]}
     assert verdicts == {"a": "ok", "b": "FAIL", "g": "FAIL"}
-    others = {"h", "h_load", "h_pages", "features", "checkpoints", "fp8", "kv8"}
+    others = {"h", "h_load", "h_pages", "features", "penalties", "checkpoints", "fp8", "kv8"}
     assert {"c", "d", "d_float32", "e", "f", "i", "j", "k", "wy"} | others == set(missing)
     assert document["hardware"]["cards"] == ["a card"]
     assert all((raw / Path(gate["raw"]).name).is_file() for gate in document["gates"])
@@ -143,6 +143,32 @@ def test_features_that_are_served_pass(raw):
 )
 def test_a_feature_that_is_not_served_right_fails_its_gate(raw, name, value, place):
     assert served(raw, **{name: value})[place] == "FAIL"
+
+
+@pytest.mark.parametrize(("second", "verdict"), [(8, "ok"), (7, "FAIL")])
+def test_a_penalised_token_that_is_not_what_its_penalties_choose_fails_the_gate(raw, second, verdict):
+    best = [[-0.5, 7, None], [-1.0, 8, None], [-3.0, 9, None]]
+
+    def answer(token):
+        values = {one: value for value, one, _ in best}
+        return {
+            "sampling": {"presence_penalty": 1.5},
+            "output_ids": [7, token],
+            "plain": [best, best],
+            "answered": [best, best],
+            "plain_tokens": [[values[7], 7, None], [values[token], token, None]],
+        }
+
+    judged(raw)
+    # SGLang's own plain decoding counts late under overlap: told, not judged.
+    for arm, token in (("ar", 7), ("tree32-grammar", second)):
+        (raw / f"{arm}.features.json").write_text(json.dumps({"penalties": [answer(token)]}))
+    (found,) = serving_gates.gate_penalties(answers.Raw(raw))
+    assert answers.verdict(found).strip() == verdict
+    assert (found["detail"]["ar"]["wrong"], found["detail"]["ar"]["largest_gap"]) == (1, 1.0)
+    (raw / "ar.features.json").write_text("{}")
+    with pytest.raises(answers.Missing):
+        serving_gates.gate_penalties(answers.Raw(raw))
 
 
 def archive(path, **files):

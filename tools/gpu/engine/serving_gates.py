@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import chi2, chi2_contingency
 
-from engine import checkpoints
+from engine import checkpoints, penalties
 from engine.answers import Missing, Raw, gate, no_near_ties, parity
 from engine.judgement import FEATURES
 
@@ -165,6 +165,19 @@ def gate_features(raw: Raw) -> list[dict[str, Any]]:
     return gates
 
 
+def gate_penalties(raw: Raw) -> list[dict[str, Any]]:
+    """Penalised answers, token by token; plain decoding's are told beside them."""
+    arm = "tree32-grammar"
+    answers = {name: raw.read(name, "features").get("penalties") for name in (arm, "ar")}
+    if not all(answers.values()):
+        raise Missing("penalties in the features of tree32-grammar and ar")
+    told = {name: penalties.summary(rows, raw.noise()) for name, rows in answers.items()}
+    title = f"{arm}: tokens of penalised answers that are not what the penalties choose, near-ties apart"
+    detail = told[arm] | {"ar": told["ar"]}
+    source = raw.named(f"{arm}.features.json")
+    return [gate("penalties", title, told[arm][penalties.WRONG], 0, "equal", detail, source)]
+
+
 def gate_checkpoints(raw: Raw) -> list[dict[str, Any]]:
     """The 27B's class, a tower, a drafter with a short window, long texts."""
     gates = [
@@ -199,5 +212,6 @@ def gate_kv8(raw: Raw) -> list[dict[str, Any]]:
 
 
 SERVING_GATES: tuple[Callable[[Raw], list[dict[str, Any]]], ...] = (
-    gate_h, gate_h_load, gate_h_pages, gate_i, gate_features, gate_checkpoints, gate_fp8, gate_kv8,
+    gate_h, gate_h_load, gate_h_pages, gate_i, gate_features, gate_penalties,
+    gate_checkpoints, gate_fp8, gate_kv8,
 )  # fmt: skip
