@@ -52,6 +52,8 @@ WHOSE = (
     "27B's shape and costs, and the small pair's weights inside. What carries over is how long a step takes."
 )
 
+NO_SAMPLES = "the plan kept no samples of the card"
+
 Cells = dict[tuple[Arm, int | None, float], list[RequestRow]]
 
 
@@ -94,6 +96,7 @@ def write_store(results: Results, linear: str, root: Path) -> None:
             failed_requests=0,
             rows_sha256="",
             parity=[] if temperature else parity_of(results["ar"], arm, rows),
+            cards_missing=NO_SAMPLES,
         )
         records.append(store.seal(record, rows, {}))
     record_run = RunRecord(

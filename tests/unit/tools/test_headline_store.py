@@ -145,5 +145,6 @@ def test_the_report_says_whose_answers_these_are_and_how_to_make_them_again(tmp_
     assert "NVIDIA H200, clocks.max.sm 1980 MHz" in page
     for wrong in ("bench sweep", "sweep.yaml", "not a git checkout", "not finished", "Gates of every cell"):
         assert wrong not in page
+    assert f"GPUs: not sampled: {headline_store.NO_SAMPLES}." in page
     assert "<dt>processor</dt>" not in page
     assert "Request latency" not in page
