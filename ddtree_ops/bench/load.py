@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -70,14 +71,21 @@ class Loader:
         self._order = order
         self._stamp = stamp
 
-    async def load(self, block: Block, cells: Sequence[Progress], stay: Stay) -> None:
-        """What these cells of a block still lack in a stay."""
+    async def load(
+        self, block: Block, cells: Sequence[Progress], stay: Stay, company: Sequence[Progress] = ()
+    ) -> None:
+        """What these cells of a block still lack in a stay.
+
+        company  with services side by side: cells that are measured already and are loaded along
+        """
         for progress in cells:
             progress.started = progress.started or self._stamp()
         await self._warm_up(cells, stay)
         await self._probe_parity(cells)
         before = await self._totals(cells)
-        if block.concurrency == 1:
+        if self._plan.sweep.side_by_side:
+            await self._side_by_side(cells, company, stay, block.concurrency)
+        elif block.concurrency == 1:
             await self._one_by_one(cells, stay)
         else:
             await self._closed_loop(cells, stay, block.concurrency)
@@ -98,7 +106,9 @@ class Loader:
             if not progress.open:
                 break
             prompt = prompts[turn % len(prompts)]
-            row = await self._send(progress, stay, number, prompt, turn, 0, 0, max_tokens=WARMUP_TOKENS)
+            row = await self._send(
+                progress, stay, number, prompt, turn, 0, 0, max_tokens=WARMUP_TOKENS, measured=False
+            )
             if row.status is RequestStatus.FAILED:
                 await self._note_failure(progress, number, f"warm-up: {row.error}", at_once=True)
             if turn == 0:
@@ -149,34 +159,97 @@ class Loader:
     async def _closed_loop(self, cells: Sequence[Progress], stay: Stay, concurrency: int) -> None:
         for repeat in stay.repeats:
             for progress in rotated(cells, repeat):
-                rows = await self._pass(progress, stay, repeat, concurrency)
+                todo = self._todo(progress, repeat)
+                if not progress.open or not todo:
+                    continue
+                await self._flush(progress, list(todo))
+                rows = await self._pass(progress, stay, repeat, concurrency, todo)
                 self._keep(progress, sorted(rows, key=lambda row: row.order))
 
-    async def _pass(self, progress: Progress, stay: Stay, repeat: int, concurrency: int) -> list[RequestRow]:
-        """One repeat of a cell: a closed loop on each replica, all at the same time."""
-        prompts = self._plan.dataset.prompts
+    async def _side_by_side(
+        self, cells: Sequence[Progress], company: Sequence[Progress], stay: Stay, concurrency: int
+    ) -> None:
+        """All services at the same time. One that is through with its prompts gets them again, and those
+        answers are dropped: until the last one is through, none has an idle neighbour.
+        """
+        for repeat in stay.repeats:
+            if not all(progress.open for progress in (*cells, *company)):
+                break
+            todo = {progress: self._todo(progress, repeat) for progress in cells}
+            if not any(todo.values()):
+                continue
+            todo |= {progress: {} for progress in company}
+            await gather_all(self._flush(progress, progress.replicas) for progress in todo)
+            meter = Meter(
+                sum(min(concurrency, len(some)) for mine in todo.values() for some in mine.values())
+            )
+            everyone = list(todo)
+            passes = await gather_all(
+                self._pass(progress, stay, repeat, concurrency, todo[progress], meter)
+                for progress in everyone
+            )
+            for progress, rows in zip(everyone, passes, strict=True):
+                if rows:
+                    self._keep(progress, sorted(rows, key=lambda row: row.order))
+        lost = [progress.cell.name for progress in (*cells, *company) if not progress.open]
+        for progress in cells:
+            if lost and progress.open:
+                progress.invalid = f"it was loaded beside {', '.join(lost)}, which ended early"
+
+    def _todo(self, progress: Progress, repeat: int) -> dict[int, list[int]]:
+        """By replica: the prompts that it has not answered in a repeat; one that has all is left out."""
+        prompts = range(len(self._plan.dataset.prompts))
         todo = {
-            number: [index for index in range(len(prompts)) if not progress.done(repeat, index, number)]
+            number: [index for index in prompts if not progress.done(repeat, index, number)]
             for number in progress.replicas
         }
-        todo = {number: indices for number, indices in todo.items() if indices}
-        if not progress.open or not todo:
-            return []
-        await self._flush(progress, list(todo))
+        return {number: indices for number, indices in todo.items() if indices}
+
+    async def _pass(
+        self,
+        progress: Progress,
+        stay: Stay,
+        repeat: int,
+        concurrency: int,
+        todo: Mapping[int, Sequence[int]],
+        meter: Meter | None = None,
+    ) -> list[RequestRow]:
+        """One repeat of a cell: a closed loop on each replica, all at the same time.
+
+        meter  null: a replica that is through is left alone; else it goes on until nobody is measured
+        """
+        prompts = self._plan.dataset.prompts
         rows: list[RequestRow] = []
 
-        async def worker(number: int, queue: Iterator[int]) -> None:
+        async def measure(number: int, queue: Iterator[int]) -> None:
             for index in queue:
                 if not progress.open:
                     return
                 rows.append(await self._send(progress, stay, number, prompts[index], index, repeat, repeat))
                 self._advance(1, progress.cell.name)
 
+        async def worker(number: int, queue: Iterator[int], *, measures: bool, turn: int) -> None:
+            if measures:
+                await measure(number, queue)
+            if meter is None:
+                return
+            meter.running -= measures
+            while meter.running > 0 and progress.open:
+                index = turn % len(prompts)
+                row = await self._send(
+                    progress, stay, number, prompts[index], index, repeat, repeat, measured=False
+                )
+                if row.status is RequestStatus.FAILED:
+                    await self._note_failure(progress, number, f"beside others: {row.error}")
+                turn += 1
+
+        busy = progress.replicas if meter is not None else todo
         await gather_all(
-            worker(number, queue)
-            for number, indices in todo.items()
+            worker(number, queue, measures=turn < len(indices), turn=turn)
+            for number in busy
+            for indices in [todo.get(number, ())]
             for queue in [iter(indices)]
-            for _ in range(min(concurrency, len(indices)))
+            for turn in range(concurrency if meter is not None else min(concurrency, len(indices)))
         )
         return rows
 
@@ -191,6 +264,7 @@ class Loader:
         round_: int,
         *,
         max_tokens: int | None = None,
+        measured: bool = True,
     ) -> RequestRow:
         cell, order = progress.cell, self._order
         self._order += 1
@@ -216,7 +290,7 @@ class Loader:
             place=at.place if at is not None and self._plan.rotation is not None else None,
             replica=at,
         )
-        if max_tokens is None:
+        if measured:
             if row.status is RequestStatus.FAILED:
                 await self._note_failure(progress, number, row.error or "failed")
             else:
@@ -283,6 +357,13 @@ class Loader:
             return await settled_totals(ask) if service.alive() else None
 
         return {name: await gather_all(read(one) for one in self._crew.replicas(name)) for name in alone}
+
+
+@dataclass
+class Meter:
+    """How many closed loops are still measured, of services that are loaded side by side."""
+
+    running: int
 
 
 async def server_info(service: Service, session: aiohttp.ClientSession) -> Any:

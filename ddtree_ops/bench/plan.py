@@ -91,7 +91,7 @@ def make_plan(
     services  one for each arm and builder, or for each arm and budget where budgets are fixed at start; or
               several of one name, its replicas
     rotation  has as many positions as the sweep has repeats
-    Raises BadInput when an arm or a budget has no service.
+    Raises BadInput when an arm or a budget has no service, or one that is to serve two cells at once.
     """
     blocks = []
     for concurrency in sweep.concurrencies:
@@ -102,6 +102,7 @@ def make_plan(
                 for budget in (choice.budgets or sweep.budgets if choice.arm.takes_budget else [None])
                 for replicas in [_replicas_for(services, choice.arm, _builder(sweep, choice), budget)]
             )
+            cells = _side_by_side(cells) if sweep.side_by_side else cells
             blocks.append(Block(concurrency, temperature, cells))
     used = {cell.service.name for block in blocks for cell in block.cells}
     return Plan(sweep, dataset, tuple(s for s in services if s.name in used), tuple(blocks), rotation)
@@ -117,21 +118,25 @@ def eta_seconds(
 
     seconds_per_token  one stream's time for a completion token, by arm
     """
-    total, starts = 0.0, set()
-    for cell in plan.cells:
-        if cell.key in sealed:
-            continue
-        if cell.spec.arm not in seconds_per_token:
+    total, left = 0.0, False
+    for block in plan.blocks:
+        cells = [cell for cell in block.cells if cell.key not in sealed]
+        if any(cell.spec.arm not in seconds_per_token for cell in cells):
             return None
-        warmups = cell.spec.warmup * cell.spec.positions
-        requests = cell.requests / cell.spec.copies  # replicas are loaded at the same time
-        tokens = requests * cell.spec.max_tokens + warmups * WARMUP_TOKENS
-        # A CPU or one GPU stream gains little from concurrency; better late than surprised.
-        total += tokens * seconds_per_token[cell.spec.arm] / math.sqrt(cell.spec.concurrency)
-        starts.add(cell.service.name)
-    if starts and plan.rotation is not None:
+        times = [_seconds(cell, seconds_per_token[cell.spec.arm]) for cell in cells]
+        total += max(times, default=0.0) if plan.sweep.side_by_side else sum(times)
+        left = left or bool(cells)
+    if left and plan.rotation is not None:
         start_s += plan.rotation.move_s * plan.rotation.positions
-    return total + (start_s if starts else 0.0)
+    return total + (start_s if left else 0.0)
+
+
+def _seconds(cell: PlannedCell, seconds_per_token: float) -> float:
+    warmups = cell.spec.warmup * cell.spec.positions
+    requests = cell.requests / cell.spec.copies  # replicas are loaded at the same time
+    tokens = requests * cell.spec.max_tokens + warmups * WARMUP_TOKENS
+    # A CPU or one GPU stream gains little from concurrency; better late than surprised.
+    return tokens * seconds_per_token / math.sqrt(cell.spec.concurrency)
 
 
 def _builder(sweep: Sweep, choice: ArmChoice) -> Builder | None:
@@ -194,6 +199,22 @@ def _cell(
         replicas=_places(replicas, rotates=rotation is not None),
     )
     return PlannedCell(spec, spec.key(), service)
+
+
+def _side_by_side(cells: Sequence[PlannedCell]) -> tuple[PlannedCell, ...]:
+    """The cells of a load point as they are loaded together. Raises BadInput for two of one service."""
+    named = [f"{cell.spec.copies} x {cell.name}" for cell in cells]
+    first: dict[str, str] = {}
+    for cell in cells:
+        other = first.setdefault(cell.service.name, cell.name)
+        if other != cell.name:
+            raise BadInput(
+                f"side_by_side: service {cell.service.name} would serve {other} and {cell.name} at once",
+                remedy="one budget for each service",
+            )
+    beside = [sorted([*named[:number], *named[number + 1 :]]) or None for number in range(len(cells))]
+    specs = [cell.spec.model_copy(update={"beside": one}) for cell, one in zip(cells, beside, strict=True)]
+    return tuple(PlannedCell(spec, spec.key(), cell.service) for spec, cell in zip(specs, cells, strict=True))
 
 
 def _places(replicas: Sequence[ServiceSpec], *, rotates: bool) -> list[str] | None:

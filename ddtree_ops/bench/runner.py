@@ -176,9 +176,7 @@ class SweepRunner:
         order = max((row.order + 1 for row in kept), default=0)
         left = stays(self._plan, self._begun.values())
         await self._take_up(left[0])
-        most = max(
-            block.concurrency * cell.spec.copies for block in self._plan.blocks for cell in block.cells
-        )
+        most = sum(max(block.concurrency for block in self._plan.blocks) for _ in self._plan.services)
         headers = {name: text for spec in self._plan.services for name, text in spec.headers.items()}
         async with new_session(most, headers) as session:
             with self._out.progress("requests", sum(cell.requests for cell in pending)) as advance:
@@ -207,6 +205,8 @@ class SweepRunner:
             return
         needed = {progress.cell.service.name for progress in going_on}
         needed |= {service.name for service in self._plan.services if service.arm is Arm.AR}
+        if self._plan.sweep.side_by_side:
+            needed = {service.name for service in self._plan.services}
         troubles = await self._crew.take_up(stay, needed - self._crew.dead)
         if self._plan.rotation is not None:
             self._out.event("position", position=stay.position, failed=dict(troubles))
@@ -227,10 +227,29 @@ class SweepRunner:
         begun = [self._begun[cell.key] for cell in block.cells if cell.key in self._begun]
         cells = [progress for progress in begun if self._can_go_on(progress)]
         if any(progress.lacks(stay.repeats) for progress in cells):
-            await loader.load(block, cells, stay)
+            company = self._company(block, cells)
+            cells = [progress for progress in cells if progress.open]
+            await loader.load(block, cells, stay, company)
         judged = [progress for progress in begun if progress in cells or not progress.open]
         if stay.last and judged:
             await self._judge_and_seal(block, judged, session)
+
+    def _company(self, block: Block, cells: Sequence[Progress]) -> list[Progress]:
+        """With services side by side: the block's sealed cells, to be loaded along with those that are not.
+
+        Where one can't be loaded, the others can't be measured beside it, and are given up.
+        """
+        if not self._plan.sweep.side_by_side:
+            return []
+        mine = {progress.cell.key for progress in cells}
+        others = [cell for cell in block.cells if cell.key not in mine]
+        serving = {service.spec.name for service in self._crew.living()}
+        if absent := [cell.name for cell in others if cell.service.name not in serving]:
+            for progress in cells:
+                progress.given_up = f"it was to be loaded beside {', '.join(absent)}, which does not serve"
+                self._out.warning(f"{progress.cell.name}: {progress.given_up}")
+            return []
+        return [Progress(cell, []) for cell in others]
 
     # Judgement
 

@@ -108,6 +108,10 @@ def sweep(
             help="Replicas of each service, loaded at the same time: of a cluster at most so many (all).",
         ),
     ] = None,
+    side_by_side: Annotated[
+        bool,
+        typer.Option("--side-by-side", help="Load all services at the same time, not one after the other."),
+    ] = False,
     results: common.Results = RESULTS,
     dry_run: common.DryRun = False,
     retry_failed: common.RetryFailed = False,
@@ -287,6 +291,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
         "cluster": options.get("cluster"),
         "rotate": options.get("rotate"),
         "replicas": options.get("replicas"),
+        "side_by_side": options.get("side_by_side") or None,
         "arms": common.split(options["arm"]),
         "budgets": common.integers("--budget", options["budget"], common.ALL_BUDGETS),
         "concurrencies": common.integers("--concurrency", options["concurrency"], "whole numbers, 1 to 256"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddtree_ops.compare.checks import Check, run_checks
 from ddtree_ops.compare.floor import Floor, above_floor, floors_of
-from ddtree_ops.compare.layouts import HostRate, layouts_of
+from ddtree_ops.compare.layouts import HostRate, Together, layouts_of, side_by_side
 from ddtree_ops.compare.load import Results, load_results
 from ddtree_ops.compare.measures import Measures, measure
 from ddtree_ops.compare.verdicts import BestBudget, Verdict, best_budgets, judge_all
@@ -25,6 +25,7 @@ class Analysis:
     checks: dict[str, Check]
     floors: tuple[Floor, ...] = ()
     layouts: tuple[HostRate, ...] = ()
+    together: tuple[Together, ...] = ()
 
     @property
     def on_cpu_engine(self) -> bool:
@@ -42,6 +43,7 @@ def analyse(results: Path, run_id: str | None = None) -> Analysis:
     measures = tuple(measure(cell, seed=SEED) for cell in loaded.cells)
     specs = [cell.spec for cell in loaded.cells]
     floors = floors_of(loaded.path, specs, seed=SEED)
+    layouts = layouts_of(loaded.path, specs, seed=SEED)
     return Analysis(
         results=loaded,
         measures=measures,
@@ -49,5 +51,6 @@ def analyse(results: Path, run_id: str | None = None) -> Analysis:
         best=tuple(above_floor(best, floors) for best in best_budgets(measures, seed=SEED)),
         checks=run_checks(loaded, measures, seed=SEED),
         floors=tuple(floors),
-        layouts=tuple(layouts_of(loaded.path, specs, seed=SEED)),
+        layouts=tuple(layouts),
+        together=tuple(side_by_side(layouts, seed=SEED)),
     )

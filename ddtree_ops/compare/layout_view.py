@@ -12,12 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ddtree_ops.compare.drawing import WIDTH_IN, Picture, bars, describe, room, style, suffix
-from ddtree_ops.compare.layouts import HostRate
+from ddtree_ops.compare.layouts import HostRate, Together
 from ddtree_ops.compare.load import Load
 from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.compare.table import DASH, Table
 from ddtree_ops.compare.theme import MARKS, Theme
 from ddtree_ops.compare.view import interval
+from ddtree_ops.schemas.arms import Arm
 from ddtree_ops.services.rotation import short_place
 
 
@@ -26,15 +27,15 @@ class LayoutView:
     """The section of the report."""
 
     rates: Table
+    together: Table | None
     places: Table | None
-    unit: str
 
 
-def layout_view(rates: Sequence[HostRate]) -> LayoutView | None:
+def layout_view(rates: Sequence[HostRate], together: Sequence[Together] = ()) -> LayoutView | None:
     """None where a store has one card and one layout."""
     if not rates:
         return None
-    return LayoutView(_rates_table(rates), _places_table(rates), unit_of(rates))
+    return LayoutView(_rates_table(rates), _together_table(together), _places_table(rates))
 
 
 def unit_of(rates: Sequence[HostRate]) -> str:
@@ -42,10 +43,14 @@ def unit_of(rates: Sequence[HostRate]) -> str:
     return "GPU" if all(rate.layout.gpus for rate in rates) else "replica"
 
 
-def layout_pictures(rates: Sequence[HostRate]) -> list[Picture]:
+def layout_pictures(rates: Sequence[HostRate], together: Sequence[Together] = ()) -> list[Picture]:
     """One for each load: tokens a second of a host, and of each GPU, by layout."""
-    loads = sorted({rate.load for rate in rates})
-    return [_picture([rate for rate in rates if rate.load == load], load) for load in loads]
+    return [
+        _picture(
+            [rate for rate in rates if rate.load == load], [one for one in together if one.load == load], load
+        )
+        for load in sorted({rate.load for rate in rates})
+    ]
 
 
 def layout_rows(rates: Sequence[HostRate]) -> list[dict[str, Any]]:
@@ -60,6 +65,7 @@ def layout_rows(rates: Sequence[HostRate]) -> list[dict[str, Any]]:
             "run_id": rate.cell.record.run_id,
             "host": rate.host,
             "replicas": rate.layout.replicas,
+            "beside": rate.cell.spec.beside,
             "gpus_each": rate.layout.gpus or None,
             "tokens_per_second": _data(rate.rate),
             "tokens_per_second_each": _data(rate.each),
@@ -74,11 +80,28 @@ def layout_rows(rates: Sequence[HostRate]) -> list[dict[str, Any]]:
     ]
 
 
+def together_rows(together: Sequence[Together]) -> list[dict[str, Any]]:
+    """For ``summary.json``."""
+    return [
+        {
+            "concurrency": one.load.concurrency,
+            "temperature": one.load.temperature,
+            "host": one.host,
+            "services": list(one.services),
+            "gpus": one.units if one.gpus_known else None,
+            "tokens_per_second": _data(one.rate),
+            "tokens_per_second_each": _data(one.each),
+        }
+        for one in together
+    ]
+
+
 def layouts_csv(rates: Sequence[HostRate]) -> pd.DataFrame:
     """One row a place of each service."""
     rows = []
     for row in layout_rows(rates):
         places = row.pop("places")
+        row["beside"] = ", ".join(row["beside"] or ())
         flat = {name: value for name, value in row.items() if not isinstance(value, dict)}
         for name in ("tokens_per_second", "tokens_per_second_each"):
             flat |= {f"{name}.{key}": value for key, value in row[name].items()}
@@ -95,10 +118,10 @@ def _rates_table(rates: Sequence[HostRate]) -> Table:
             rate.cell.label,
             str(rate.load.concurrency),
             f"{rate.load.temperature:g}",
-            str(rate.layout),
+            _layout(rate),
             rate.host,
             interval(rate.rate, digits=1),
-            interval(rate.each if unit == "GPU" else _by_replica(rate), digits=1),
+            interval(_each(rate, unit), digits=1),
             f"{rate.in_flight:.1f}",
             DASH if rate.together is None else f"{100 * rate.together:.0f} %",
         )
@@ -110,12 +133,32 @@ def _rates_table(rates: Sequence[HostRate]) -> Table:
         "T",
         "layout",
         "host",
-        "tokens per second of the host",
+        "of the host",
         f"of each {unit}",
-        "requests at a replica",
-        "all replicas busy",
+        "in flight",
+        "all busy",
     )
     return Table("Tokens per second by layout, with 95 % intervals", columns, rows, frozenset({0, 3, 4}))
+
+
+def _together_table(together: Sequence[Together]) -> Table | None:
+    """Hosts whose services were loaded side by side."""
+    if not together:
+        return None
+    rows = tuple(
+        (
+            ", ".join(one.services),
+            str(one.load.concurrency),
+            f"{one.load.temperature:g}",
+            one.host,
+            f"{one.units} {'GPU' if one.gpus_known else 'replica'}{'s' if one.units != 1 else ''}",
+            interval(one.rate, digits=1),
+            interval(one.each, digits=1),
+        )
+        for one in together
+    )
+    columns = ("services side by side", "C", "T", "host", "on", "tokens per second of the host", "of each")
+    return Table("All services of a host at the same time", columns, rows, frozenset({0, 3, 4}))
 
 
 def _places_table(rates: Sequence[HostRate]) -> Table | None:
@@ -132,7 +175,7 @@ def _places_table(rates: Sequence[HostRate]) -> Table | None:
             cards = ", ".join(map(str, place.at.cards)) or DASH
             share = f"{100 * place.rate.value / fastest:.0f} %" if fastest else DASH
             load = (rate.cell.label, str(rate.load.concurrency), f"{rate.load.temperature:g}")
-            layout = str(rate.layout)
+            layout = _layout(rate)
             rows.append((*load, layout, where, cards, interval(place.rate, digits=1), share))
     if not rows:
         return None
@@ -140,13 +183,15 @@ def _places_table(rates: Sequence[HostRate]) -> Table | None:
     return Table("The same, place by place", columns, tuple(rows), frozenset({0, 3, 4}))
 
 
-def _picture(rates: Sequence[HostRate], load: Load) -> Picture:
+def _picture(rates: Sequence[HostRate], together: Sequence[Together], load: Load) -> Picture:
     several = len({rate.host for rate in rates}) > 1
     unit = unit_of(rates)
     labels = [_label(rate, host=several) for rate in rates]
+    labels += [f"all side by side{f' on {one.host}' if several else ''}" for one in together]
+    arms = [rate.cell.arm for rate in rates] + [None for _ in together]
     panels: list[tuple[str, list[Interval]]] = [
-        ("of the host", [rate.rate for rate in rates]),
-        (f"of each {unit}", [rate.each if unit == "GPU" else _by_replica(rate) for rate in rates]),
+        ("of the host", [*(rate.rate for rate in rates), *(one.rate for one in together)]),
+        (f"of each {unit}", [*(_each(rate, unit) for rate in rates), *(one.each for one in together)]),
     ]
     named = [
         (f"{label}, {name}", one) for name, some in panels for label, one in zip(labels, some, strict=True)
@@ -165,7 +210,7 @@ def _picture(rates: Sequence[HostRate], load: Load) -> Picture:
             wspace=0.16,
         )
         for axes, (name, intervals) in zip(drawn, panels, strict=True):
-            _panel(axes, theme, name, rates, intervals)
+            _panel(axes, theme, name, arms, intervals)
         drawn[0].set_yticks(range(len(labels)), labels, color=theme["ink"])
         drawn[0].set_ylim(len(labels) - 0.4, -0.6)
         figure.text(left / WIDTH_IN, 0.08 / height, "tokens per second", color=theme["muted"], va="bottom")
@@ -175,27 +220,29 @@ def _picture(rates: Sequence[HostRate], load: Load) -> Picture:
         f"layouts{suffix(load)}",
         f"Throughput by layout, {load}",
         "Tokens per second of all replicas of a service on a host, and the same divided by their "
-        f"{'GPUs' if unit == 'GPU' else 'number'}. Each service is loaded alone, all its replicas at the "
-        "same time, each at the concurrency that is named. Bars: 95 % intervals over prompts.",
+        f"{'GPUs' if unit == 'GPU' else 'number'}. All replicas of a service are loaded at the same time, "
+        "each at the concurrency that is named; other services only where it says so. Bars: 95 % intervals "
+        "over prompts.",
         describe(named),
         draw,
     )
 
 
 def _panel(
-    axes: Axes, theme: Theme, name: str, rates: Sequence[HostRate], intervals: Sequence[Interval]
+    axes: Axes, theme: Theme, name: str, arms: Sequence[Arm | None], intervals: Sequence[Interval]
 ) -> None:
+    """arms  null: all services together"""
     style(axes, theme)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=theme["grid"], linewidth=0.6)
-    for number, (rate, one) in enumerate(zip(rates, intervals, strict=True)):
-        colour = theme[rate.cell.arm.value]
+    for number, (arm, one) in enumerate(zip(arms, intervals, strict=True)):
+        colour = theme[arm.value if arm is not None else "ink"]
         axes.errorbar(
             [one.value],
             [number],
             xerr=bars([one]),
             color=colour,
-            marker=MARKS[rate.cell.arm].marker,
+            marker=MARKS[arm].marker if arm is not None else "P",
             linestyle="none",
             elinewidth=1.3,
             zorder=3,
@@ -207,12 +254,18 @@ def _panel(
 
 def _label(rate: HostRate, *, host: bool) -> str:
     where = f" on {rate.host}" if host else ""
-    return f"{rate.cell.label}, {rate.layout}{where}"
+    beside = ", beside others" if rate.cell.spec.beside else ""
+    return f"{rate.cell.label}, {rate.layout}{where}{beside}"
 
 
-def _by_replica(rate: HostRate) -> Interval:
-    """What each replica gives, where not every layout has known GPUs."""
-    return rate.rate.divided(rate.layout.replicas)
+def _layout(rate: HostRate) -> str:
+    beside = rate.cell.spec.beside
+    return f"{rate.layout}, beside {', '.join(beside)}" if beside else str(rate.layout)
+
+
+def _each(rate: HostRate, unit: str) -> Interval:
+    """What each GPU gives, or each replica, where not every layout has known GPUs."""
+    return rate.each if unit == "GPU" else rate.rate.divided(rate.layout.replicas)
 
 
 def _data(one: Interval) -> dict[str, Any]:

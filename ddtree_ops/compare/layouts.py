@@ -2,7 +2,8 @@
 
 A layout is how many replicas a service has and over how many GPUs each goes (`2 x 1 GPU`, `1 x 4 GPUs`). To
 set layouts side by side, every complete cell of the store that measured the same work counts, whichever run
-it belongs to. Services are loaded in turn: a layout's figure is that of a service with its hosts to itself.
+it belongs to. Where services are loaded in turn, a layout's figure is that of a service with its hosts to
+itself; where they are loaded side by side, what all give together is a figure of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -90,6 +91,27 @@ class HostRate:
         return self.cell.load
 
 
+@dataclass(frozen=True)
+class Together:
+    """What all services of a host give that were loaded side by side.
+
+    services  cells with their replicas, as in ``CellSpec.beside``
+    units     GPUs of all, or replicas where not all are known
+    """
+
+    cells: tuple[Cell, ...]
+    host: str
+    services: tuple[str, ...]
+    units: int
+    gpus_known: bool
+    rate: Interval
+    each: Interval
+
+    @property
+    def load(self) -> Load:
+        return self.cells[0].load
+
+
 def layouts_of(path: Path, specs: Iterable[CellSpec], *, seed: int = 0) -> list[HostRate]:
     """The rates of all cells that did the work of these, by host; none where there is one card and layout."""
     wanted = list(specs)
@@ -97,7 +119,8 @@ def layouts_of(path: Path, specs: Iterable[CellSpec], *, seed: int = 0) -> list[
     found = [rate for cell in cells for rate in host_rates(cell, cell_frame(cell), seed=seed)]
     layouts = {rate.layout for rate in found}
     places = {place.at.place for rate in found for place in rate.places}
-    if len(layouts) < 2 and len(places) < 2 and not any(layout.units > 1 for layout in layouts):
+    several = len(layouts) > 1 or len(places) > 1 or any(layout.units > 1 for layout in layouts)
+    if not several and all(cell.spec.beside is None for cell in cells):
         return []
     return sorted(found, key=_order)
 
@@ -114,7 +137,7 @@ def host_rates(cell: Cell, frame: pd.DataFrame, *, seed: int = 0) -> list[HostRa
     found = []
     for host, numbers in hosts.items():
         rows = [row for number in numbers for row in replicas[number]]
-        rate = _rate(frame, {number: replicas[number] for number in numbers}, seed)
+        rate = _rate([(frame, number, replicas[number]) for number in numbers], seed)
         if rate is None:
             return []
         layout = Layout(len(numbers), len(_at(rows[-1]).gpus))
@@ -127,17 +150,56 @@ def host_rates(cell: Cell, frame: pd.DataFrame, *, seed: int = 0) -> list[HostRa
                 rate=rate,
                 each=rate.divided(layout.units),
                 in_flight=sum(flights) / len(flights),
-                together=share_together(rows),
+                # Neighbours that are through stay busy, with requests that no row holds.
+                together=share_together(rows) if cell.spec.beside is None else None,
                 places=tuple(_place_rates(rows, seed)),
             )
         )
     return found
 
 
-def _rate(frame: pd.DataFrame, replicas: dict[int, Sequence[RequestRow]], seed: int) -> Interval | None:
-    """Of replicas that are loaded together: the sum of their rates, over the same draws of prompts."""
+def side_by_side(rates: Sequence[HostRate], *, seed: int = 0) -> list[Together]:
+    """What hosts give whose services were loaded side by side, where all of these have a rate."""
+    groups: dict[tuple[Any, ...], list[HostRate]] = {}
+    for rate in rates:
+        spec = rate.cell.spec
+        if spec.beside is not None:
+            services = tuple(sorted([*spec.beside, f"{spec.copies} x {rate.cell.label}"]))
+            groups.setdefault((rate.load, services, spec.repeats, spec.seed, spec.positions), []).append(rate)
+    found = []
+    for (_, services, *_), group in groups.items():
+        cells = {rate.cell.record.key: rate.cell for rate in group}
+        if len(cells) != len(services):
+            continue
+        for host in sorted({rate.host for rate in group}):
+            here = [rate for rate in group if rate.host == host]
+            whole = _together(here, host, services, seed)
+            found += [whole] if whole is not None else []
+    return found
+
+
+def _together(rates: Sequence[HostRate], host: str, services: tuple[str, ...], seed: int) -> Together | None:
+    parts = []
+    for rate in rates:
+        frame, placed = cell_frame(rate.cell), [_placed(row, rate.cell.spec) for row in rate.cell.rows]
+        for number in sorted({row.number for row in placed if _at(row).host == host}):
+            parts.append((frame, number, [row for row in placed if row.number == number]))
+    sum_of = _rate(parts, seed)
+    if sum_of is None:
+        return None
+    known = all(rate.layout.gpus for rate in rates)
+    units = sum(rate.layout.units if known else rate.layout.replicas for rate in rates)
+    cells = tuple(rate.cell for rate in rates)
+    return Together(cells, host, services, units, known, sum_of, sum_of.divided(units))
+
+
+def _rate(replicas: Sequence[tuple[pd.DataFrame, int, Sequence[RequestRow]]], seed: int) -> Interval | None:
+    """Of replicas that are loaded together: the sum of their rates, over the same draws of prompts.
+
+    replicas  the frame of its cell, its number and its rows
+    """
     parts, shape = [], None
-    for number, rows in replicas.items():
+    for frame, number, rows in replicas:
         sums = by_position(frame[frame["replica"] == number])
         same = {position: list(part.index) for position, part in sums.items()}
         shape = same if shape is None else shape

@@ -72,8 +72,10 @@ def render(analysis: Analysis, *, title: str | None = None) -> str:
     view |= {
         "pictures": {item.anchor: [_inlined(p) for p in pictures(analysis, load)] for load, item in drawn},
         "concurrency_pictures": [_inlined(picture) for picture in _over_concurrency(analysis)],
-        "layouts": layout_view(analysis.layouts),
-        "layout_pictures": [_inlined(picture) for picture in layout_pictures(analysis.layouts)],
+        "layouts": layout_view(analysis.layouts, analysis.together),
+        "layout_pictures": [
+            _inlined(picture) for picture in layout_pictures(analysis.layouts, analysis.together)
+        ],
         "tables": sorted(_tables(analysis)),
         "css": _css(),
         "version": __version__,
@@ -117,7 +119,7 @@ def _write(analysis: Analysis, out: Path, page: str) -> ReportFiles:
     out.mkdir(parents=True, exist_ok=True)
     images, tables = [], []
     every = [picture for load in analysis.results.loads() for picture in pictures(analysis, load)]
-    for picture in every + _over_concurrency(analysis) + layout_pictures(analysis.layouts):
+    for picture in every + _over_concurrency(analysis) + _layouts(analysis):
         images.append(out / f"{picture.name}.png")
         images[-1].write_bytes(picture.png())
     for name, make in _tables(analysis).items():
@@ -132,6 +134,10 @@ def _over_concurrency(analysis: Analysis) -> list[Picture]:
     temperatures = sorted({load.temperature for load in analysis.results.loads()})
     drawn = (concurrency_picture(analysis, temperature) for temperature in temperatures)
     return [picture for picture in drawn if picture is not None]
+
+
+def _layouts(analysis: Analysis) -> list[Picture]:
+    return layout_pictures(analysis.layouts, analysis.together)
 
 
 def _inlined(picture: Picture) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddtree_ops.compare.analysis import Analysis, analyse
 from ddtree_ops.compare.headline import CPU_NOTE, headline
-from ddtree_ops.compare.layout_view import layout_rows
+from ddtree_ops.compare.layout_view import layout_rows, together_rows
 from ddtree_ops.compare.measures import Measures
 from ddtree_ops.compare.statistics import Interval
 from ddtree_ops.schemas.arms import Arm
@@ -82,6 +82,7 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
             for floor in analysis.floors
         ],
         "layouts": layout_rows(analysis.layouts),
+        "side_by_side": together_rows(analysis.together),
         "checks": dict(analysis.checks),
         "origin": run.origin.model_dump(mode="json") if run.origin else None,
         "environment": run.environment.model_dump(mode="json"),

@@ -97,6 +97,7 @@ def build_view(analysis: Analysis, title: str | None) -> dict[str, Any]:
         "services": _services(analysis),
         "seed": SEED,
         "positions": min(item.cell.spec.positions for item in analysis.measures),
+        "side_by_side": any(item.cell.spec.beside for item in analysis.measures),
     }
 
 

@@ -24,7 +24,7 @@ from ddtree_ops.schemas.arms import Arm, Builder
 
 RESULTS_SCHEMA = 1
 #: Parts of a cell's spec that cells of older stores lack.
-LATER_KEYS = ("rotation", "replicas")
+LATER_KEYS = ("rotation", "replicas", "beside")
 
 
 class Record(BaseModel):
@@ -91,6 +91,9 @@ class CellSpec(Record):
         None,
         description="where each replica is (with a rotation, its host alone), each measured at the cell's "
         "concurrency at the same time; null: one replica",
+    )
+    beside: list[str] | None = Field(
+        None, description="the other cells that were loaded at the same time, with their replicas; null: none"
     )
 
     @property

@@ -122,6 +122,9 @@ class Sweep(StrictModel):
     repeats: int = Field(1, ge=1, le=100)
     warmup: int = Field(1, ge=0, le=100, description="requests per cell that are sent first and dropped")
     seed: int = Field(0, ge=0, lt=2**31)
+    side_by_side: bool = Field(
+        False, description="load all services of a load point at the same time, not one after the other"
+    )
     request_timeout_s: float = Field(300, gt=0, le=7200)
     start_timeout_s: float = Field(120, gt=0, le=7200)
 

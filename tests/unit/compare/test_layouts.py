@@ -13,7 +13,7 @@ import pytest
 from ddtree_ops.bench.store import Store
 from ddtree_ops.compare.analysis import analyse
 from ddtree_ops.compare.layout_view import layout_pictures, layout_view
-from ddtree_ops.compare.layouts import HostRate, Layout, layouts_of
+from ddtree_ops.compare.layouts import HostRate, Layout, layouts_of, side_by_side
 from ddtree_ops.compare.report import write_report
 from ddtree_ops.compare.statistics import Bootstrap
 from ddtree_ops.compare.summary import build_summary
@@ -163,6 +163,49 @@ def test_a_cell_of_an_older_store_says_in_its_arguments_where_it_was(tmp_path: P
         ("gpu-a", "1 x 1 GPU"),
         ("gpu-a", "1 x 2 GPUs"),
     ]
+
+
+def side(name: str, *beside: str, **changes: Any) -> CellSpec:
+    arm: dict[str, Any] = {"arm": name, "budget": None, "builder": None, "topk": None}
+    tree = {} if name == "ddtree" else arm
+    return cell_spec(**{**tree, "beside": list(beside), "prompts": PROMPTS, **changes})
+
+
+def test_services_that_were_loaded_side_by_side_have_a_sum_for_the_host(tmp_path: Path) -> None:
+    store = Store.create_or_open(tmp_path, now="2026-01-01T00:00:00Z")
+    two = ["a/GPU-a0", "a/GPU-a1"]
+    tree = seal(
+        store,
+        side("ddtree", "1 x ar", replicas=two),
+        [row for number in (0, 1) for row in answers(at(number, number), 1.0)],
+    )
+    plain = seal(store, side("ar", "2 x ddtree 31"), answers(at(0, 2), 2.0))
+    rates = layouts_of(tmp_path, [tree, plain])
+    (whole,) = side_by_side(rates)
+    one = TOKENS * PROMPTS / sum(1 + 0.01 * index for index in range(PROMPTS))
+    assert whole.rate.value == pytest.approx(2.5 * one)
+    assert whole.each.value == pytest.approx(2.5 * one / 3)
+    assert (whole.host, whole.units, whole.services) == ("a", 3, ("1 x ar", "2 x ddtree 31"))
+    assert whole.rate.low is not None
+    view = layout_view(rates, [whole])
+    assert view is not None
+    assert view.together is not None
+    assert [row[:5] for row in view.together.rows] == [("1 x ar, 2 x ddtree 31", "1", "0", "a", "3 GPUs")]
+    assert [row[3] for row in view.rates.rows] == [
+        "1 x 1 GPU, beside 2 x ddtree 31",
+        "2 x 1 GPU, beside 1 x ar",
+    ]
+    (picture,) = layout_pictures(rates, [whole])
+    assert "all side by side, of the host" in picture.description
+
+
+def test_no_sum_is_given_where_a_neighbour_has_no_complete_cell(tmp_path: Path) -> None:
+    store = Store.create_or_open(tmp_path, now="2026-01-01T00:00:00Z")
+    tree = seal(store, side("ddtree", "1 x ar"), answers(at(0, 0), 1.0))
+    seal(store, side("ar", "1 x ddtree 31"), answers(at(0, 1), 1.0), state=CellState.INVALID)
+    rates = layouts_of(tmp_path, [tree])
+    assert len(rates) == 1
+    assert side_by_side(rates) == []
 
 
 def test_a_store_with_one_layout_on_one_card_has_no_such_section(tmp_path: Path) -> None:

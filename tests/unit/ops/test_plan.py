@@ -163,3 +163,16 @@ def test_replicas_share_a_cell_take_no_longer_and_send_more() -> None:
     speeds = dict.fromkeys(Arm, 0.01)
     assert eta_seconds(both, {}, speeds) == eta_seconds(alone, {}, speeds)
     assert alone.cells[0].spec.replicas is None
+
+
+def test_side_by_side_a_load_point_takes_as_long_as_its_slowest_cell() -> None:
+    one_budget = {**BASE, "budgets": [7]}
+    turns, together = plan(one_budget), plan({**one_budget, "side_by_side": True})
+    speeds = {Arm.AR: 0.1, Arm.DFLASH: 0.02, Arm.DDTREE: 0.01}
+    slowest = eta_seconds(plan({**one_budget, "arms": ["ar"]}), {}, speeds)
+    assert eta_seconds(together, {}, speeds) == slowest
+    assert (eta_seconds(turns, {}, speeds) or 0) > (slowest or 0)
+    assert together.cells[0].spec.beside == ["1 x ddtree 7", "1 x dflash"]
+    assert not {cell.key for cell in turns.cells} & {cell.key for cell in together.cells}
+    alone = {**one_budget, "arms": ["ar"]}
+    assert keys({**alone, "side_by_side": True}) == keys(alone)
