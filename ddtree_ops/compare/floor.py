@@ -141,7 +141,9 @@ def _repeated_cells(path: Path, wanted: Sequence[CellSpec]) -> list[Cell]:
 
 
 def _alike(one: CellSpec, other: CellSpec) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in SAME_SERVICE)
+    """Busy neighbours are noise of their own: a floor without them says nothing of services side by side."""
+    alone = one.beside is None, other.beside is None
+    return alone[0] == alone[1] and all(getattr(one, name) == getattr(other, name) for name in SAME_SERVICE)
 
 
 def _rotated(file: Path) -> bool:

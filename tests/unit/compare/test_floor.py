@@ -83,6 +83,13 @@ def test_a_floor_of_another_machine_load_or_engine_says_nothing(
     assert verdict(found, Metric.TOKENS_PER_SECOND).answer is not Answer.CANT_TELL
 
 
+def test_a_floor_without_neighbours_says_nothing_of_services_side_by_side(noisy: Analysis) -> None:
+    found = floor(noisy)
+    alone = next(item.cell.spec for item in noisy.measures if item.cell.arm is Arm.DDTREE)
+    assert found.covers(alone)
+    assert not found.covers(alone.model_copy(update={"beside": ["1 x dflash"]}))
+
+
 def test_an_a_a_that_is_no_result_or_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     path = store(tmp_path / "s", invalid={("dflash", None): "the card was throttled"})
     assert analyse(path).floors == ()
