@@ -87,6 +87,8 @@ def test_a_service_that_does_not_come_back_from_a_move_fails_its_own_cells(lab: 
 
 
 def test_one_service_against_itself_gives_the_floor_of_its_cluster(lab: Lab, tmp_path: Path) -> None:
+    """A service of two replicas: both are started anew, and both are measured at each position."""
+    lab.service("tree")["replicas"] = 2
     lab.up()
     first = lab.ids()
     dataset = tmp_path / "prompts.jsonl"
@@ -101,4 +103,6 @@ def test_one_service_against_itself_gives_the_floor_of_its_cluster(lab: Lab, tmp
     floors = {event["metric"]: event for event in events if event["event"] == "floor"}
     assert floors["tokens_per_second"]["low"] < 1 < floors["tokens_per_second"]["high"]
     assert floors["accept_length"]["high"] == pytest.approx(1)
-    assert all(lab.ids()[name] != first[name] for name in ("lab-plain-0", "lab-tree-0"))
+    assert [one["requests"] for one in cell["replicas"]] == [2 * 6, 2 * 6]
+    names = ("lab-plain-0", "lab-tree-0", "lab-tree-1")
+    assert all(lab.ids()[name] != first[name] for name in names)
