@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,12 @@ def cases() -> Iterator[Case]:
 def _verify_cases() -> Iterator[Case]:
     from ddtree_kernels.tree_gdn import triton as gdn
 
-    for width in (8, 16, 32):
-        yield _fused_case(gdn, width, 128, "fp32", "bf16")
-    for width, heads in ((16, 192), (32, 384)):
+    for width, state in product((8, 16, 64), ("fp32", "bf16")):
+        yield _writes_case(gdn, width, state, 48)
+    for heads, state in product((192, 384), ("fp32", "bf16")):
+        yield _writes_case(gdn, 16, state, heads)
+    # What the kernels above do not take: 17 to 32 nodes, many heads of 64, other head dims, float16, float32.
+    for width, heads in ((16, 48), (16, 192), (32, 48), (32, 384)):
         yield _fused_case(gdn, width, 128, "fp32", "bf16", heads)
     for width, heads, state in ((64, 48, "fp32"), (64, 96, "fp32"), (64, 48, "bf16"), (64, 96, "bf16")):
         yield _fused_case(gdn, width, 128, state, "bf16", heads)
@@ -175,6 +179,26 @@ def _verify_cases() -> Iterator[Case]:
     for state in ("fp32", "bf16"):
         yield _scan_case(gdn, 128, state)
     yield _scan_case(gdn, 256, "fp32")
+
+
+def _writes_case(gdn: Any, width: int, state: str, heads: int) -> Case:
+    config = gdn.writes_config(width, heads)
+    constants = {
+        "GROUP": 3,
+        "K": 128,
+        "V": 128,
+        "BQ": gdn.padded_rows(width),
+        "WORDS": (width + 31) // 32,
+        "BV": config.block_v,
+        "PTXAS": "",
+    }
+    kernel = gdn._tree_gdn_writes_kernel
+    if config.tile:
+        kernel, constants["BT"] = gdn._tree_gdn_tiles_kernel, config.tile
+    label = f"Q{width} K128 bf16 state {state}{f' {heads} heads' if heads != 48 else ''}"
+    options = {"num_warps": config.num_warps, "num_stages": 1}
+    hopper = width > gdn.SMALL_WIDTH
+    return Case(kernel, label, _verify_types(state, "bf16"), constants, options, warp_groups=hopper)
 
 
 def _fused_case(gdn: Any, width: int, dim: int, state: str, dtype: str, heads: int = 48) -> Case:

@@ -34,6 +34,7 @@ def verify(place: Place, batch: int, width: int, config: Any = None) -> dict[str
         out.element_size(),
         heads=batch * shape.value_heads,
         device=place.device,
+        dtype=out.dtype,
     )
     scratch = gdn.verify_scratch(out, shape.key_dim)
     scale = shape.key_dim**-0.5

@@ -7,6 +7,9 @@ below the diagonal (`ddtree_kernels.tree_gdn.wy` has the derivation), a layer's 
     q'  = exp(G_i) q_i - M diag(exp(G_j)) k_j     [Q, K]
     o   = M v + q' S0                             two products, streamed over tiles of V
 
+Trees of bfloat16 inputs at K = V = 128 take a shorter way in one launch (`one_launch_kernels`), through
+what every node writes.
+
 No state is written. Trees of up to 32 nodes, and of up to 64 on Hopper, take one launch, whose programs solve
 a tree again for every tile of value channels: that is less than going through memory, and small batches leave
 cores idle that do it for nothing. Wider trees are solved once per request and head, in three launches (invert
@@ -43,6 +46,7 @@ from ddtree_kernels.checks import expect_dense, expect_shape
 from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn.dispatch import Form, choose_form
 from ddtree_kernels.tree_gdn.fused_kernel import _tree_gdn_fused_kernel
+from ddtree_kernels.tree_gdn.one_launch_kernels import _tree_gdn_tiles_kernel, _tree_gdn_writes_kernel
 from ddtree_kernels.tree_gdn.products import Precision
 from ddtree_kernels.tree_gdn.scan_kernel import _tree_gdn_scan_kernel
 from ddtree_kernels.tree_gdn.wy_kernels import (
@@ -94,6 +98,23 @@ class FusedConfig:
     precision: Precision = "bf16x3"
 
 
+@dataclass(frozen=True)
+class WritesConfig:
+    """How the one launch of a tree of bfloat16 inputs is cut.
+
+    block_v    value channels a program takes; V is a multiple of it
+    tile       of these at a time, after one solve; 0: all at once, solved for what nodes write
+    num_warps  one for 16 rows, four for 64
+    """
+
+    block_v: int
+    tile: int
+    num_warps: int
+
+
+Config = VerifyConfig | FusedConfig | WritesConfig
+
+
 class Scratch(NamedTuple):
     """What the WY form leaves between its launches, float32; one layer's, shared by all layers of a step.
 
@@ -117,9 +138,15 @@ def config_of(
     *,
     heads: int = 48,
     device: torch.device | None = None,
-) -> VerifyConfig | FusedConfig:
-    """The launch configuration of the kernels that this width takes on this card (default: any)."""
+    dtype: torch.dtype = torch.bfloat16,
+) -> Config:
+    """The launch configuration of the kernels that this width takes on this card (default: any).
+
+    element_size and dtype are q's, heads all requests' value heads.
+    """
     if takes_one_launch(width, key_dim, value_dim, element_size, device):
+        if element_size == 2 and dtype == torch.bfloat16 and takes_writes(width, key_dim, value_dim, heads):
+            return writes_config(width, heads)
         return fused_config(width, key_dim, value_dim, element_size, heads)
     return verify_config(key_dim, value_dim)
 
@@ -132,6 +159,27 @@ def takes_one_launch(
         return True
     fits = width <= FUSED_WIDTH and element_size == 2 and max(key_dim, value_dim) <= 128
     return fits and device is not None and toolchain.runs_warp_groups(device)
+
+
+def takes_writes(width: int, key_dim: int, value_dim: int, heads: int = 48) -> bool:
+    """Whether the kernels of `one_launch_kernels` serve this shape.
+
+    17 to 32 nodes, and 33 to 64 with many heads, spill registers there.
+    """
+    right_size = width <= 16 or (SMALL_WIDTH < width <= FUSED_WIDTH and heads <= 64)
+    return right_size and key_dim == value_dim == 128
+
+
+def writes_config(width: int, heads: int = 48) -> WritesConfig:
+    """That of one launch of bfloat16 inputs, as measured on an H200; heads are all requests' value heads.
+
+    Few heads: narrow tiles, so that every core has programs. Many: one solve serves more value channels.
+    """
+    if width <= 16:
+        if heads <= 96:
+            return WritesConfig(block_v=16, tile=0, num_warps=1)
+        return WritesConfig(block_v=32 if heads <= 256 else 64, tile=16, num_warps=1)
+    return WritesConfig(block_v=32, tile=0, num_warps=4)
 
 
 def fused_config(
@@ -183,7 +231,7 @@ def tree_gdn_verify(
     bits: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
-    config: VerifyConfig | FusedConfig | None = None,
+    config: Config | None = None,
     form: Form | Literal["auto"] = "wy",
     scratch: Scratch | None = None,
 ) -> Tensor:
@@ -218,11 +266,13 @@ def tree_gdn_verify(
             a, b, A_log, dt_bias, q, k, v, state_pool, slots, walk, out, states, scale
         )
     config = config or config_of(
-        width, key_dim, value_dim, q.element_size(), heads=batch * v.shape[2], device=v.device
+        width, key_dim, value_dim, q.element_size(), heads=batch * v.shape[2], device=v.device, dtype=q.dtype
     )
     allowed: set[type] = {VerifyConfig} if width > FUSED_WIDTH else {FusedConfig}
     if SMALL_WIDTH < width <= FUSED_WIDTH:
         allowed = {VerifyConfig, FusedConfig}
+    if width <= FUSED_WIDTH and q.dtype == torch.bfloat16 and takes_writes(width, key_dim, value_dim):
+        allowed.add(WritesConfig)
     if type(config) not in allowed:
         names = " or ".join(sorted(one.__name__ for one in allowed))
         raise KernelInputError(
@@ -249,20 +299,20 @@ def tree_gdn_verify_unchecked(
     out: Tensor,
     scratch: Scratch,
     scale: float,
-    config: VerifyConfig | FusedConfig,
+    config: Config,
 ) -> Tensor:
     """The hot path of `tree_gdn_verify` in the WY form: no check, no allocation, no synchronisation.
 
     `scratch` is `verify_scratch`; one serves all layers of a step.
     """
-    if isinstance(config, FusedConfig):
+    if isinstance(config, FusedConfig | WritesConfig):
         inputs = a, b, A_log, dt_bias, q, k, v, state_pool, slots, bits, out, scale, config
         if v.shape[1] <= SMALL_WIDTH or not toolchain.is_hopper(v.device):
             return _fused(*inputs)
         newer = toolchain.right_ptxas()
         if newer is None:
             raise KernelInputError(
-                f"config: found FusedConfig for {v.shape[1]} nodes, "
+                f"config: found {type(config).__name__} for {v.shape[1]} nodes, "
                 "allowed on Hopper only with ptxas 12.9 or newer"
             )
         with toolchain.assembled_by(newer[0]):
@@ -352,12 +402,19 @@ def _fused(
     bits: Tensor,
     out: Tensor,
     scale: float,
-    config: FusedConfig,
+    config: FusedConfig | WritesConfig,
     ptxas: str = "",
 ) -> Tensor:
     batch, width, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
-    _tree_gdn_fused_kernel[(triton.cdiv(value_dim, config.block_v), heads, batch)](
+    if isinstance(config, FusedConfig):
+        kernel = _tree_gdn_fused_kernel
+        cut = {"KC": config.chunk, "BK": config.block_k, "PRECISION": config.precision}
+    elif config.tile:
+        kernel, cut = _tree_gdn_tiles_kernel, {"BT": config.tile}
+    else:
+        kernel, cut = _tree_gdn_writes_kernel, {}
+    kernel[(triton.cdiv(value_dim, config.block_v), heads, batch)](
         a,
         b,
         A_log,
@@ -388,12 +445,10 @@ def _fused(
         GROUP=heads // key_heads,
         K=key_dim,
         V=value_dim,
-        KC=config.chunk,
-        BK=config.block_k,
         BQ=padded_rows(width),
         WORDS=bits.shape[2],
         BV=config.block_v,
-        PRECISION=config.precision,
+        **cut,
         PTXAS=ptxas,
         num_warps=config.num_warps,
         num_stages=1,

@@ -26,11 +26,19 @@ FACTS = tl.constexpr(4)
 def _gate_rows(a, b, rate, bias, rows, Q, stride_a, stride_b):
     """Write strength and log decay (its exact and its remaining part) of these rows; padding has neither."""
     valid = rows < Q
-    x = tl.load(a + rows * stride_a, mask=valid, other=0.0).to(tl.float32) + bias
+    raw_a = tl.load(a + rows * stride_a, mask=valid, other=0.0)
+    raw_b = tl.load(b + rows * stride_b, mask=valid, other=0.0)
+    return _gates(raw_a, raw_b, rate, bias, valid)
+
+
+@triton.jit
+def _gates(a, b, rate, bias, valid):
+    """The same from rows that are loaded; `valid` says which are nodes."""
+    x = a.to(tl.float32) + bias
     softplus = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
     g = tl.maximum(tl.where(valid, rate * softplus, 0.0), LEAST_LOG_DECAY)
     exact = tl.floor(g * 128.0) * 0.0078125
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(b + rows * stride_b, mask=valid, other=0.0).to(tl.float32)))
+    beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
     return tl.where(valid, beta, 0.0), exact, g - exact
 
 
@@ -76,12 +84,19 @@ def _products(
 
 
 @triton.jit
-def _block_inverses(L, BQ: tl.constexpr):
-    """The inverses of I + L's diagonal blocks of 16 rows, 0 elsewhere; L as in `_unit_lower_inverse`."""
+def _diagonal_blocks(L, BQ: tl.constexpr):
+    """L's diagonal blocks [BLOCKS, 16, 16], and where they are in [BLOCKS, 16, BLOCKS, 16]."""
     BLOCKS: tl.constexpr = BQ // 16
     block = tl.arange(0, BLOCKS)
     same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(L, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2)
+    return tl.sum(tl.where(same, tl.reshape(L, (BLOCKS, 16, BLOCKS, 16)), 0.0), axis=2), same
+
+
+@triton.jit
+def _block_inverses(L, BQ: tl.constexpr):
+    """The inverses of I + L's diagonal blocks of 16 rows, 0 elsewhere; L as in `_unit_lower_inverse`."""
+    BLOCKS: tl.constexpr = BQ // 16
+    diagonal, same = _diagonal_blocks(L, BQ)
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros((BLOCKS, 16, 16), tl.float32)

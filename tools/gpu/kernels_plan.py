@@ -129,7 +129,7 @@ def launches(tiny: bool) -> dict[str, Callable[[], Any]]:
     from ddtree_kernels.commit.triton import commit
     from ddtree_kernels.tree_build.triton import tree_build
     from ddtree_kernels.tree_conv.triton import tree_conv
-    from ddtree_kernels.tree_gdn.triton import VerifyConfig, tree_gdn_verify
+    from ddtree_kernels.tree_gdn.triton import VerifyConfig, config_of, tree_gdn_verify
 
     device = torch.device("cpu" if tiny else "cuda")
     shape = bench_inputs.Shape(layers=2, heads=1, value_heads=2, key_dim=128, value_dim=128)
@@ -165,6 +165,10 @@ def launches(tiny: bool) -> dict[str, Callable[[], Any]]:
     named: dict[str, Callable[[], Any]] = {"conv": conv, "commit": commit_all, "build": build}
     for width in (5, 16, 33, 64, 100):
         named[f"verify-{width}"] = lambda width=width: verify(width)
+    for width in (5, 16, 33, 64):
+        for heads in (192, 384)[: 2 if width <= 16 else 1]:
+            many = config_of(width, 128, 128, heads=heads, device=device)
+            named[f"verify-{width}-{heads}-heads"] = lambda width=width, many=many: verify(width, config=many)
     named["scan-16"] = lambda: verify(16, form="scan")
     for label, config in (
         ("ieee", VerifyConfig(precision="ieee")),

@@ -53,6 +53,15 @@ def adversarial(width):
     return verify(width, inputs)
 
 
+def writes(width, heads):
+    """The kernels for bfloat16 inputs at K = V = 128, as so many heads take them."""
+    from ddtree_kernels.tree_gdn.triton import writes_config
+
+    shape = bench_inputs.Shape(layers=1, heads=1, value_heads=1, key_dim=128, value_dim=128, block=8)
+    inputs = bench_inputs.random_inputs(shape, 1, width, torch.device("cpu"))
+    return verify(width, inputs, config=writes_config(width, heads))
+
+
 def cancelling():
     """A large state that queries and keys do not meet: tf32 would be wrong in the second digit."""
     inputs = bench_inputs.random_inputs(SHAPE, 1, 66, torch.device("cpu"), layers=1)
@@ -129,6 +138,9 @@ OPERATIONS = {
     "verify-two-warps": lambda: verify(30),
     "verify-four-warps": lambda: verify(40),
     "verify-wide": lambda: verify(70),
+    "verify-writes": lambda: writes(13, 48),
+    "verify-writes-four-warps": lambda: writes(61, 48),
+    "verify-tiles": lambda: writes(13, 192),
     "verify-scan": lambda: verify(9, form="scan"),
     "adversarial": lambda: adversarial(70),
     "adversarial-four-warps": lambda: adversarial(64),

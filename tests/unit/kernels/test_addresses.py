@@ -19,6 +19,9 @@ BOUNDS = {
     "verify-two-warps": 2e-5,
     "verify-four-warps": 2e-5,
     "verify-wide": 2e-5,
+    "verify-writes": 3e-5,
+    "verify-writes-four-warps": 3e-5,
+    "verify-tiles": 3e-5,
     "verify-scan": 2e-6,
     "adversarial": 2e-5,
     "adversarial-four-warps": 2e-5,
@@ -31,7 +34,7 @@ BOUNDS = {
 
 
 # Only Hopper multiplies by warp groups, in products of 64 rows.
-HOPPER = ("verify-four-warps", "adversarial-four-warps")
+HOPPER = ("verify-four-warps", "verify-writes-four-warps", "adversarial-four-warps")
 
 
 @pytest.mark.parametrize(("arch", "names"), [("120", tuple(BOUNDS)), ("90", HOPPER)])

@@ -53,8 +53,12 @@ def test_a_kernel_that_multiplies_by_warp_groups_does_not_fit_hopper():
 
 def test_every_shipped_width_is_covered():
     labels = {(case.kernel.__name__, case.label) for case in aot.cases()}
-    for width in (8, 16, 32, 64):
-        assert ("_tree_gdn_fused_kernel", f"Q{width} K128 bf16 state fp32") in labels
+    for width in (8, 16, 64):
+        assert ("_tree_gdn_writes_kernel", f"Q{width} K128 bf16 state fp32") in labels
+    for heads in (192, 384):
+        assert ("_tree_gdn_tiles_kernel", f"Q16 K128 bf16 state fp32 {heads} heads") in labels
+    for shape in ("Q32 K128 bf16 state fp32", "Q64 K128 bf16 state fp32 96 heads"):
+        assert ("_tree_gdn_fused_kernel", shape) in labels
     for width in (64, 128):  # 64: on cards other than Hopper
         assert ("_tree_gdn_respond_kernel", f"Q{width} K128 bf16") in labels
         assert ("_tree_gdn_stream_kernel", f"Q{width} K128 bf16 state fp32") in labels

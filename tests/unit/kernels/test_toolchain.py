@@ -14,6 +14,7 @@ from ddtree_kernels.errors import KernelInputError
 from ddtree_kernels.tree_gdn.triton import (
     FusedConfig,
     VerifyConfig,
+    WritesConfig,
     config_of,
     fused_config,
     tree_gdn_verify,
@@ -95,12 +96,13 @@ def test_what_is_compiled_for_warp_groups_is_assembled_by_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("capability", "ptxas", "expected"),
-    [(9, ("ptxas", "12.9"), FusedConfig), (9, None, VerifyConfig), (12, ("ptxas", "12.9"), VerifyConfig)],
+    [(9, ("ptxas", "12.9"), WritesConfig), (9, None, VerifyConfig), (12, ("ptxas", "12.9"), VerifyConfig)],
 )
 def test_one_launch_above_32_nodes_is_for_hopper_with_a_right_ptxas(capability, ptxas, expected, card):
     device = card(capability, ptxas)
     assert type(config_of(64, 128, 128, device=device)) is expected
     assert type(config_of(32, 128, 128, device=device)) is FusedConfig
+    assert type(config_of(16, 128, 128, device=device)) is WritesConfig
     assert type(config_of(65, 128, 128, device=device)) is VerifyConfig
 
 
@@ -112,7 +114,7 @@ def test_shapes_that_nobody_has_compiled_for_warp_groups_take_three_launches(siz
 
 def test_more_heads_give_a_program_more_value_channels():
     assert [config_of(64, 128, 128, heads=h, device=torch.device("cpu")).block_v for h in (48, 192)] == [
-        64,
+        32,
         128,
     ]
 
