@@ -47,8 +47,8 @@ def _dot_state(x, state):
     if state.dtype == tl.bfloat16:
         product = tl.dot(x, tl.trans(state))
     else:
-        high, low = _halves(state)
-        product = tl.dot(x, tl.trans(high), tl.dot(x, tl.trans(low)))
+        high, low = _halves(tl.trans(state))
+        product = tl.dot(x, high, tl.dot(x, low))
     return product
 
 
@@ -185,9 +185,10 @@ def _tree_gdn_writes_kernel(
         of_keys, of_queries = _upper_and_lower(tl.dot(both, tl.trans(both)), BQ, 2 * BQ)
         A, _ = _left_and_right(of_keys, BQ)
         P, QQ = _left_and_right(of_queries, BQ)
-        R, out = _upper_and_lower(_dot_state(both, state), BQ, BV)
     k_norm = _inverse_norms(A, BQ)
     q_norm = _inverse_norms(QQ, BQ) * scale
+    if STACKED:
+        R, out = _upper_and_lower(_dot_state(both, state), BQ, BV)
     A *= decay * (beta * k_norm)[:, None] * k_norm[None, :]
     A = tl.where(rows[:, None] > rows[None, :], A, 0.0)
     P *= decay * q_norm[:, None] * k_norm[None, :]
